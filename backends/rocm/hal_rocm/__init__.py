@@ -1,0 +1,5 @@
+"""AMD: what ROCm's tools say of a device."""
+
+from hal.backend import Backend
+
+backend = Backend("rocm", probe="hal_rocm.probe:probe")

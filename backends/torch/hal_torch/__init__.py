@@ -1,0 +1,9 @@
+"""Plain torch kernels: they run everywhere, and are the last tier."""
+
+from hal.backend import Backend
+
+backend = Backend(
+    "torch",
+    declarations=("hal_torch.linear", "hal_torch.small", "hal_torch.mixers", "hal_torch.layers"),
+    probe="hal_torch.probe:probe",
+)

@@ -1,0 +1,87 @@
+"""Projections and matrix products in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hal.formats import Encoded
+from hal.kernel import Site
+from hal.layout import Packed, Separate
+
+Call = Callable[..., Any]
+Pair = tuple[tuple[Tensor, ...], Tensor]
+
+
+def packed(site: Site) -> Call:
+    """One product; outputs are column views of it."""
+    return _one_product(site, site.weight("weight", Packed()))
+
+
+def padded(site: Site) -> Call:
+    """One product over the padded weight; the columns of the padding are cut off by the views."""
+    return _one_product(site, site.weight("weight"))
+
+
+def _one_product(site: Site, weight: Tensor) -> Call:
+    norm, widths = site.parts["norm"], list(site.op.outputs().values())
+    used = sum(widths)
+
+    def run(partial: Tensor, residual: Tensor) -> Pair:
+        x, residual = norm(partial, residual)
+        return torch.nn.functional.linear(x, weight)[:, :used].split(widths, 1), residual
+
+    return run
+
+
+def separate(site: Site) -> Call:
+    """A product for each part, written side by side into its output."""
+    norm, views = site.parts["norm"], site.weight("weight", Separate())
+    outputs: dict[str, list[Tensor]] = {}
+    for part in site.op.parts:
+        outputs.setdefault(part.output, []).append(views[part.name].T)
+    plan = [(sum(w.shape[1] for w in weights), weights) for weights in outputs.values()]
+
+    def run(partial: Tensor, residual: Tensor) -> Pair:
+        x, residual = norm(partial, residual)
+        value = []
+        for width, weights in plan:
+            out, column = x.new_empty(x.shape[0], width), 0
+            for weight in weights:
+                torch.matmul(x, weight, out=out[:, column : column + weight.shape[1]])
+                column += weight.shape[1]
+            value.append(out)
+        return tuple(value), residual
+
+    return run
+
+
+def linear(site: Site) -> Call:
+    """``x @ weight.T``."""
+    weight = site.weight("weight", Packed())
+    return lambda x: torch.nn.functional.linear(x, weight)
+
+
+def linear_fp8(site: Site) -> Call:
+    """Codes widened to float32, the product scaled by both scales."""
+    weight, scale = site.weight("weight"), site.weight("weight_scale")
+    out = getattr(torch, site.op.dtype)
+
+    def run(x: Encoded) -> Tensor:
+        product: Tensor = x.value.float() @ weight.float().T
+        return product.mul_(x.scale * scale).to(out)
+
+    return run
+
+
+def linear_widened(site: Site) -> Call:
+    """The weight in float32 at each call."""
+    weight, scale = site.weight("weight"), site.weight("weight_scale")
+
+    def run(x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x.float(), weight.float() * scale).to(x.dtype)
+
+    return run

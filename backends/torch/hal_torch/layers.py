@@ -1,0 +1,40 @@
+"""Declarations: mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hal.device import Device
+from hal.formats import Tensor
+from hal.kernel import Kernel, Part, Rows, kernel
+from hal.ops import AddRMSNorm, MoE
+from hal.requirement import library
+
+CODE = "hal_torch.code.moe"
+TORCH = (library("torch", ">=2.9"),)
+GATHER_ROWS = 4  # above, copies of experts' weights cost more than calls per expert
+
+
+class _MoE(Kernel[MoE]):
+    needs = TORCH
+
+    def parts(self, op: MoE) -> Mapping[str, Part]:
+        form = Tensor(op.dtype)
+        return {"norm": Part(AddRMSNorm(hidden=op.hidden, eps=op.eps, dtype=op.dtype, out=form, world=op.world))}
+
+
+@kernel("torch.moe_gathered", code=f"{CODE}:gathered")
+class GatheredMoE(_MoE, Kernel[MoE]):
+    """For few rows: the weights of the experts chosen, gathered, then batched products."""
+
+    launches = 12
+
+    def rows(self, op: MoE, device: Device) -> Rows:
+        return (1, GATHER_ROWS)
+
+
+@kernel("torch.moe", code=f"{CODE}:by_expert")
+class ExpertMoE(_MoE, Kernel[MoE]):
+    """Expert by expert over the rows that chose it; reads the routing on the host."""
+
+    launches = 40

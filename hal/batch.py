@@ -1,0 +1,168 @@
+"""One step's metadata: tensors at fixed addresses, and the same numbers on the host."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hal.errors import HalError
+
+if TYPE_CHECKING:
+    import torch
+
+MODES = ("prefill", "decode", "verify")
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the batch says, as plain numbers: for planning, never read back from the device."""
+
+    lengths: tuple[int, ...]
+    contexts: tuple[int, ...]
+    slots: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def kv_lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence after this step."""
+        return tuple(c + n for c, n in zip(self.contexts, self.lengths, strict=True))
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one sequence picks its next token. Temperature 0 is greedy; top_k 0 means all."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise HalError(f"temperature is 0 or more, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise HalError(f"top_p is above 0 and at most 1, got {self.top_p}")
+        if self.top_k < 0:
+            raise HalError(f"top_k is 0 (all) or more, got {self.top_k}")
+
+    def uniform(self, position: int) -> float:
+        """The number in [0, 1) that decides at this position: the same for any kernel and batch."""
+        return random.Random(f"{self.seed}:{position}").random()
+
+
+@dataclass
+class Batch:
+    """What ops need to know of a step; the last argument of every op that needs it.
+
+    slots ``[sequences]`` int32, negative for padding; cu_seqlens ``[sequences + 1]`` int32;
+    contexts and kv_lengths ``[sequences]`` int32, tokens before and after this step;
+    positions ``[tokens]`` or ``[3, tokens]`` int64, rotary positions; cells ``[tokens]``
+    int64, the KV cell ``page * page_size + offset`` of each token, negative for padding;
+    page_table ``[sequences, pages]`` int32; padding ``[tokens]`` bool, tokens of no sequence;
+    accepted ``[sequences]`` int32, how many of the last verified tokens stand. Sampling:
+    temperature, top_p, uniform float32 and top_k int32, each ``[sequences]``.
+    """
+
+    mode: str
+    host: Host
+    slots: torch.Tensor
+    cu_seqlens: torch.Tensor
+    contexts: torch.Tensor
+    kv_lengths: torch.Tensor
+    positions: torch.Tensor
+    cells: torch.Tensor
+    page_table: torch.Tensor
+    padding: torch.Tensor
+    accepted: torch.Tensor
+    temperature: torch.Tensor
+    top_p: torch.Tensor
+    top_k: torch.Tensor
+    uniform: torch.Tensor
+    plans: dict[object, object] = field(default_factory=dict)
+
+    def planned(self, key: object) -> Any:
+        """What a kernel's plan made of this batch; ``Runtime.begin`` must have run."""
+        try:
+            return self.plans[key]
+        except KeyError:
+            raise HalError(f"{key}: its plan did not see this batch; call runtime.begin(batch) each step") from None
+
+    @property
+    def sequences(self) -> int:
+        return len(self.host.slots)
+
+
+def make_batch(
+    mode: str,
+    lengths: Sequence[int],
+    contexts: Sequence[int],
+    slots: Sequence[int],
+    *,
+    pages: Sequence[Sequence[int]] = (),
+    page_size: int = 16,
+    positions: torch.Tensor | None = None,
+    sampling: Sequence[Sampling] = (),
+    accepted: Sequence[int] = (),
+    device: str = "cpu",
+) -> Batch:
+    """A batch from plain numbers, one entry per sequence.
+
+    ``lengths``: rows in this step; ``contexts``: tokens before it; ``pages``: KV pages, enough
+    for both. Raises HalError naming what does not fit.
+    """
+    import torch
+
+    if mode not in MODES:
+        raise HalError(f"batch mode is one of {', '.join(MODES)}, got {mode!r}")
+    count = len(lengths)
+    for name, given in (("contexts", contexts), ("slots", slots)):
+        if len(given) != count:
+            raise HalError(f"batch: {name} has {len(given)} entries for {count} sequences")
+    host = Host(tuple(lengths), tuple(contexts), tuple(slots), tuple(accepted) or (0,) * count)
+    table = [list(row) for row in pages] or [[] for _ in lengths]
+    cells: list[int] = []
+    for length, context, slot, row in zip(lengths, contexts, slots, table, strict=True):
+        for at in range(context, context + length):
+            if slot < 0 or not pages:
+                cells.append(-1)
+            elif at // page_size >= len(row):
+                raise HalError(f"batch: {context + length} tokens need more than {len(row)} pages of {page_size}")
+            else:
+                cells.append(row[at // page_size] * page_size + at % page_size)
+    rotary = [
+        at for length, context in zip(lengths, contexts, strict=True) for at in range(context, context + length)
+    ]
+    padded = [slot < 0 for length, slot in zip(lengths, slots, strict=True) for _ in range(length)]
+    picks = list(sampling) or [Sampling()] * count
+    most = max((len(row) for row in table), default=0)
+
+    def ints(values: Sequence[Any], kind: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(values, dtype=kind, device=device)
+
+    def floats(values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device)
+
+    ends = [sum(lengths[: i + 1]) for i in range(count)]
+    return Batch(
+        mode=mode,
+        host=host,
+        slots=ints(slots),
+        cu_seqlens=ints([0, *ends]),
+        contexts=ints(contexts),
+        kv_lengths=ints(host.kv_lengths),
+        positions=ints(rotary, torch.int64) if positions is None else positions,
+        cells=ints(cells, torch.int64),
+        page_table=ints([row + [-1] * (most - len(row)) for row in table]).reshape(count, most),
+        padding=torch.tensor(padded, dtype=torch.bool, device=device),
+        accepted=ints(host.accepted),
+        temperature=floats([s.temperature for s in picks]),
+        top_p=floats([s.top_p for s in picks]),
+        top_k=ints([s.top_k for s in picks]),
+        uniform=floats([s.uniform(k) for s, k in zip(picks, host.kv_lengths, strict=True)]),
+    )

@@ -1,0 +1,72 @@
+"""The code of composed kernels: calls of parts, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hal.kernel import Site
+
+Call = Callable[..., Any]
+
+
+def then_quantize(site: Site) -> Call:
+    """Make, then encode; of a pair (value, residual) the value is encoded."""
+    make, quantize = site.parts["make"], site.parts["quantize"]
+    if len(site.op.signature().results) > 1:
+
+        def pair(*args: Any) -> Any:
+            value, residual = make(*args)
+            return quantize(value), residual
+
+        return pair
+    return lambda *args: quantize(make(*args))
+
+
+def reduce_norm(site: Site) -> Call:
+    reduce, norm = site.parts["reduce"], site.parts["norm"]
+    return lambda partial, residual: norm(reduce(partial), residual)
+
+
+def gated_delta(site: Site) -> Call:
+    conv, update, norm = site.parts["conv"], site.parts["update"], site.parts["norm"]
+
+    def run(projected: Any, state: Any, batch: Any) -> Any:
+        qkv, z, b, a = projected
+        conv_state, delta_state = state
+        mixed = update(conv(qkv, (conv_state,), batch), b, a, (delta_state,), batch)
+        # rows of padding are zero so far; a gate that is NaN there must not change that
+        return norm(mixed, z.masked_fill(batch.padding[:, None], 0))
+
+    return run
+
+
+def norm_linear(site: Site) -> Call:
+    norm, gemm = site.parts["norm"], site.parts["gemm"]
+
+    def run(partial: Any, residual: Any) -> Any:
+        x, residual = norm(partial, residual)
+        return gemm(x), residual
+
+    return run
+
+
+def gated_mlp(site: Site) -> Call:
+    norm, gate_up, act, down = (site.parts[name] for name in ("norm", "gate_up", "act", "down"))
+
+    def run(partial: Any, residual: Any) -> Any:
+        x, residual = norm(partial, residual)
+        return down(act(gate_up(x))), residual
+
+    return run
+
+
+def head(site: Site) -> Call:
+    norm, gemm, gather = site.parts["norm"], site.parts["gemm"], site.parts.get("gather")
+
+    def run(partial: Any, residual: Any) -> Any:
+        hidden, _ = norm(partial, residual)
+        logits = gemm(hidden)
+        return (gather(logits) if gather else logits), hidden
+
+    return run

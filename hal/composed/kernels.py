@@ -1,0 +1,165 @@
+"""Composed kernels: each names its parts, which are resolved on their own under the same policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from hal.device import Device
+from hal.formats import Format, Quantized, Tensor
+from hal.kernel import Kernel, Part, Tier, kernel
+from hal.numerics import EXACT, Numerics
+from hal.ops import (
+    AddRMSNorm,
+    AllGather,
+    AllReduce,
+    AttentionDecode,
+    AttentionPrefill,
+    CausalConv,
+    GatedDeltaDecode,
+    GatedDeltaPrefill,
+    GatedDeltaUpdate,
+    GatedMLP,
+    GatedRMSNorm,
+    Gemm,
+    Head,
+    NormLinear,
+    Quantize,
+    RMSNorm,
+    SiluMul,
+)
+from hal.requirement import Reason
+
+CODE = "hal.composed.code"
+
+
+class Composed(Kernel[Any]):
+    """Base: the numbers are those of the parts."""
+
+    tier: ClassVar[Tier] = "composed"
+    launches = 0
+
+    def numerics(self, op: Any) -> Numerics:
+        return EXACT  # it adds nothing to its parts
+
+
+MAKERS = (RMSNorm, AddRMSNorm, GatedRMSNorm, SiluMul, GatedDeltaPrefill, GatedDeltaDecode)
+
+
+@kernel(
+    "composed.then_quantize",
+    code=f"{CODE}:then_quantize",
+    serves=(*MAKERS, AttentionPrefill, AttentionDecode),
+)
+class ThenQuantize(Composed):
+    """The op in its own dtype, then Quantize: for edges whose format no kernel makes in one go."""
+
+    def makes(self, op: Any) -> tuple[Format, ...]:
+        return (op.out,) if isinstance(op.out, Quantized) else ()
+
+    def parts(self, op: Any) -> Mapping[str, Part]:
+        if not isinstance(op.out, Quantized):
+            return {}
+        columns = op.signature().results[0].shape[-1]
+        return {
+            "make": Part(replace(op, out=Tensor(op.dtype))),
+            "quantize": Part(Quantize(columns=columns, dtype=op.dtype, out=op.out)),
+        }
+
+
+@kernel("composed.reduce_norm", code=f"{CODE}:reduce_norm")
+class ReduceNorm(Composed, Kernel[AddRMSNorm]):
+    """AllReduce, then add and norm."""
+
+    def refuses(self, op: AddRMSNorm, device: Device) -> Reason | None:
+        return Reason("rank", "needs more than one rank to reduce over; world is 1") if op.world == 1 else None
+
+    def makes(self, op: AddRMSNorm) -> tuple[Format, ...]:
+        return (op.out,)
+
+    def parts(self, op: AddRMSNorm) -> Mapping[str, Part]:
+        return {
+            "reduce": Part(AllReduce(columns=op.hidden, dtype=op.dtype, world=op.world)),
+            "norm": Part(replace(op, world=1)),
+        }
+
+
+@kernel("composed.gated_delta", code=f"{CODE}:gated_delta", serves=(GatedDeltaPrefill, GatedDeltaDecode))
+class GatedDelta(Composed):
+    """Convolution, delta rule, gated norm over the same state; the gate of padding is masked."""
+
+    launches = 1
+
+    def makes(self, op: Any) -> tuple[Format, ...]:
+        return (op.out,)
+
+    def parts(self, op: Any) -> Mapping[str, Part]:
+        sizes = {
+            name: getattr(op, name)
+            for name in (
+                "key_heads", "value_heads", "key_head_dim", "value_head_dim", "conv_width", "dtype", "state_dtype"
+            )
+        } | {"decode": op.mode == "decode"}  # fmt: skip
+        norm = GatedRMSNorm(
+            value_heads=op.value_heads,
+            value_head_dim=op.value_head_dim,
+            eps=op.eps,
+            dtype=op.dtype,
+            out=op.out,
+        )
+        return {
+            "conv": Part(CausalConv(**sizes)),
+            "update": Part(GatedDeltaUpdate(**sizes)),
+            "norm": Part(norm),
+        }
+
+
+def _norm(op: Any) -> Part:
+    return Part(AddRMSNorm(hidden=op.hidden, eps=op.eps, dtype=op.dtype, out=Tensor(op.dtype), world=op.world))
+
+
+def _gemm(op: Any, rows: int, columns: int, memory: str = "weight") -> Part:
+    form = Tensor(op.dtype)
+    return Part(Gemm(columns=columns, rows=rows, x=form, weight=form, dtype=op.dtype), {"weight": memory})
+
+
+@kernel("composed.norm_linear", code=f"{CODE}:norm_linear")
+class ComposedNormLinear(Composed, Kernel[NormLinear]):
+    """AddRMSNorm, Gemm."""
+
+    def refuses(self, op: NormLinear, device: Device) -> Reason | None:
+        formats = {str(p.weight_format) for p in op.parts}
+        if formats != {op.dtype}:
+            return Reason(
+                "op", f"one Gemm needs weights in {op.dtype}; the parts have {', '.join(sorted(formats))}"
+            )
+        return None
+
+    def parts(self, op: NormLinear) -> Mapping[str, Part]:
+        return {"norm": _norm(op), "gemm": _gemm(op, op.width, op.hidden)}
+
+
+@kernel("composed.gated_mlp", code=f"{CODE}:gated_mlp")
+class ComposedGatedMLP(Composed, Kernel[GatedMLP]):
+    """AddRMSNorm, Gemm, SiluMul, Gemm."""
+
+    def parts(self, op: GatedMLP) -> Mapping[str, Part]:
+        act = SiluMul(columns=op.intermediate, dtype=op.dtype, out=Tensor(op.dtype))
+        return {
+            "norm": _norm(op),
+            "gate_up": _gemm(op, 2 * op.intermediate, op.hidden, "gate_up"),
+            "act": Part(act, feeds="down"),
+            "down": _gemm(op, op.hidden, op.intermediate, "down"),
+        }
+
+
+@kernel("composed.head", code=f"{CODE}:head")
+class ComposedHead(Composed, Kernel[Head]):
+    """AddRMSNorm, Gemm, and AllGather where there are several ranks."""
+
+    def parts(self, op: Head) -> Mapping[str, Part]:
+        found: dict[str, Part] = {"norm": _norm(op), "gemm": _gemm(op, op.vocab, op.hidden)}
+        if op.world > 1:
+            found["gather"] = Part(AllGather(columns=op.vocab, dtype=op.dtype, world=op.world))
+        return found

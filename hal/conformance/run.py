@@ -1,0 +1,220 @@
+"""Runs a kernel on an op's cases and compares with the reference: results, states, what must not move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from hal.conformance.inputs import Inputs, arguments, make
+from hal.errors import HalError
+from hal.formats import Encoded, Quantized
+from hal.layout import StateLayout
+from hal.numerics import Class, Numerics
+from hal.ops import OPS
+from hal.ops.base import Case, Op
+from hal.ops.formulas import decode
+from hal.policy import Policy
+from hal.runtime import Bound, Runtime
+
+if TYPE_CHECKING:
+    import torch
+
+# how far a result may lie from float64, as a share of the largest value it is compared with, by the
+# dtype it is written in: two roundings of that dtype and the sums of a few hundred terms before them
+SHARE = {"bfloat16": 2.0**-7, "float16": 2.0**-9, "float32": 2.0**-17, "float8_e4m3fn": 2.0**-3}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One case on one kernel: passed, failed and how, or refused and why."""
+
+    op: str
+    kernel: str
+    case: str
+    status: Literal["passed", "failed", "refused"]
+    detail: str = ""
+
+
+def verify(runtime: Runtime, ops: Iterable[type[Op[..., Any]]] | None = None) -> Iterator[Verdict]:
+    """Every case of the ops on every kernel of the runtime's registry that is eligible."""
+    for op in ops or OPS.values():
+        for name in runtime.registry.names(op):
+            yield from verify_kernel(runtime, op, name)
+
+
+def verify_kernel(runtime: Runtime, op: type[Op[..., Any]], kernel: str, strided: bool = True) -> Iterator[Verdict]:
+    """Every case of an op on one kernel, which is forced."""
+    policy = replace(
+        runtime.policy,
+        force=Policy.of(force=[f"{op.title()}={kernel}"]).force,
+        numerics=Class.LOSSY,
+        strict=False,
+    )
+    forced = Runtime(runtime.device, policy, runtime.registry, load=False, place=runtime.place)
+    for case in op.cases():
+        try:
+            choice = forced.bind(case.op, case.name).choice
+            if choice.at(case.rows).kernel.name != kernel:
+                yield Verdict(op.title(), kernel, case.name, "refused", f"takes other rows than {case.rows}")
+                continue
+        except HalError as error:
+            yield Verdict(op.title(), kernel, case.name, "refused", str(error).splitlines()[0])
+            continue
+        problems = [p for s in {False, strided} for p in _run(forced, case, s)]
+        yield Verdict(op.title(), kernel, case.name, "failed" if problems else "passed", "; ".join(problems))
+
+
+def _like(resolved: Runtime) -> Runtime:
+    """A fresh runtime, without the plans of other cases, that remembers what was resolved."""
+    runtime = Runtime(resolved.device, resolved.policy, resolved.registry, place=resolved.place)
+    runtime.resolver = resolved.resolver
+    return runtime
+
+
+def _fill(runtime: Runtime, bound: Bound[..., Any], inputs: Inputs) -> None:
+    group = runtime.group_of(bound)
+    for param in inputs.case.op.params():
+        group.storages[param.memory].put(param.name, _typed(inputs.problem.params[param.name], param.dtype))
+    for storage in group.storages.values():
+        storage.seal()
+
+
+def _typed(value: torch.Tensor, kind: str) -> torch.Tensor:
+    import torch
+
+    return value.to(torch.float32).to(getattr(torch, kind))
+
+
+def _run(resolved: Runtime, case: Case, strided: bool) -> Iterator[str]:
+    import torch
+
+    inputs = make(case)
+    place = resolved.place
+    runtime = _like(resolved)
+    bound = runtime.bind(case.op, case.name, scales={n: s.to(place) for n, s in inputs.scales.items()})
+    _fill(runtime, bound, inputs)
+    op, signature = case.op, case.op.signature()
+    before = {s.name: inputs.problem.states[s.name] for s in op.states()}
+    results, states = op.reference(inputs.problem)
+    first: list[Any] | None = None
+    numerics = bound.choice.at(case.rows).numerics(op)
+    for _ in range(2):
+        pools = {}
+        for state in op.states():
+            layout = bound.choice.layouts[state.name]
+            assert isinstance(layout, StateLayout)
+            shape = layout.pool_shape(state, inputs.slots)
+            pool = torch.full(shape, float("nan"), dtype=getattr(torch, state.dtype), device=place)
+            layout.write(pool, _typed(before[state.name], state.dtype).to(place), state, inputs.lengths)
+            pools[state.name] = (state, layout, pool, pool.clone())
+        args = list(arguments(inputs, place, strided))
+        if signature.state:
+            args.append(tuple(pool for _, _, pool, _ in pools.values()))
+        if signature.batch:
+            args.append(inputs.batch)
+            runtime.begin(args[-1])
+        op.check(*args)
+        _poison(place)
+        got = _flat(bound(*args))
+        yield from _compare(op, got, results, numerics)
+        yield from _states(inputs, pools, states, _between(op, numerics))
+        if first is None:
+            first = [_bits(t).clone() for t in got]
+        elif numerics.deterministic and not all(torch.equal(a, _bits(b)) for a, b in zip(first, got, strict=True)):
+            yield "claims to be deterministic; the second run gave other bits"
+
+
+def _poison(place: str) -> None:
+    """Leave NaN bytes where the next allocations are likely to lie."""
+    import torch
+
+    for size in (64, 1024, 16384, 262144):
+        torch.full((size,), 0x7F, dtype=torch.uint8, device=place)
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, tuple) and not isinstance(value, Encoded):
+        return [leaf for item in value for leaf in _flat(item)]
+    return [value]
+
+
+def _bits(value: Any) -> torch.Tensor:
+    import torch
+
+    tensor: torch.Tensor = value.value if isinstance(value, Encoded) else value
+    return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor.reshape(1).view(torch.uint8)
+
+
+def _compare(op: Op[..., Any], got: list[Any], wanted: tuple[Any, ...], numerics: Numerics) -> Iterator[str]:
+    import torch
+
+    expected = list(op.signature().tensors("results"))
+    if len(got) != len(expected):
+        yield f"gave {len(got)} results, the signature has {len(expected)}"
+        return
+    for arg, have, want in zip(expected, got, wanted, strict=True):
+        name = arg.format.value if isinstance(arg.format, Quantized) else arg.format.dtype
+        tensor = have.value if isinstance(have, Encoded) else have
+        if isinstance(arg.format, Quantized) != isinstance(have, Encoded) or str(tensor.dtype) != f"torch.{name}":
+            yield f"{arg.name}: expected {arg.format}, got {tensor.dtype}"
+            continue
+        value = decode(have, torch.float64) if isinstance(have, Encoded) else have.double()
+        real = decode(want, torch.float64) if isinstance(want, Encoded) else want.double()
+        if isinstance(have, Encoded):
+            limit = arg.format.limit * float(have.scale)  # type: ignore[union-attr]
+            real = real.clamp(-limit, limit)
+        value, real = value.cpu(), real.cpu()
+        if value.shape != real.shape:
+            yield f"{arg.name}: expected {list(real.shape)}, got {list(value.shape)}"
+        elif numerics.kind is Class.EXACT and not torch.equal(value, real):
+            yield f"{arg.name}: claims EXACT and differs in {int((value != real).sum())} places"
+        elif not torch.isfinite(value).all():
+            yield f"{arg.name}: {int((~torch.isfinite(value)).sum())} values are not finite"
+        elif value.numel():
+            yield from _near(arg.name, value, real, SHARE.get(name, 0.0) + _between(op, numerics))
+
+
+def _between(op: Op[..., Any], numerics: Numerics) -> float:
+    """What the roundings on the way add to the share."""
+    return numerics.roundings * SHARE[getattr(op, "dtype", "float32")]
+
+
+def _near(name: str, value: torch.Tensor, real: torch.Tensor, share: float) -> Iterator[str]:
+    error = float((value - real).abs().max())
+    allowed = share * max(float(real.abs().max()), 1e-6)
+    if error > allowed:
+        yield f"{name}: off by {error:.3g}, allowed {allowed:.3g} ({share:.3g} of the largest value)"
+    zero = (real == 0).all(-1) if real.dim() > 1 else real == 0
+    if value[zero].any():
+        yield f"{name}: rows that must be exactly zero are not"
+
+
+def _states(inputs: Inputs, pools: dict[str, Any], wanted: dict[str, Any], between: float) -> Iterator[str]:
+    import torch
+
+    batch = inputs.batch
+    host = batch.host if batch else None
+    after = list(inputs.lengths)
+    used: set[int] = set()
+    if host:
+        for slot, length in zip(host.slots, host.kv_lengths, strict=True):
+            if slot >= 0 and "kv" not in pools:
+                after[slot] = length
+                used.add(slot)
+        if "kv" in pools:
+            used = {p for row in batch.page_table.tolist() for p in row if p >= 0}  # type: ignore[union-attr]
+    for name, (state, layout, pool, start) in pools.items():
+        value = layout.read(pool, state, after).double().cpu()
+        real = wanted[name].to(torch.float32).to(pool.dtype).double().cpu()
+        share = SHARE[state.dtype] + between
+        for slot in range(pool.shape[0]):
+            if slot not in used:
+                if not torch.equal(_bits(pool[slot]), _bits(start[slot])):
+                    yield f"state {name}: slot {slot} belongs to nobody and was written"
+                continue
+            yield from _near(
+                f"state {name} slot {slot}", value[slot].flatten()[None], real[slot].flatten()[None], share
+            )
+            if not torch.isfinite(value[slot]).all():
+                yield f"state {name}: slot {slot} is not finite"

@@ -1,0 +1,257 @@
+"""What every logical op has in common: a problem, its contract, an oracle and cases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from math import prod
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, ParamSpec, TypeVar
+
+from hal.errors import CheckError
+from hal.formats import Encoded, Format, Quantized, dtype
+from hal.layout import Param, State
+
+if TYPE_CHECKING:
+    from hal.batch import Batch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Size = str | int
+
+
+@dataclass(frozen=True)
+class Arg:
+    """One tensor of a signature. Sizes are numbers or symbols; axes in ``free`` may have any stride."""
+
+    name: str
+    shape: tuple[Size, ...]
+    format: Format
+    free: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.format} [{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Several tensors that travel as one tuple."""
+
+    name: str
+    items: tuple[Arg, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}: ({'; '.join(map(str, self.items))})"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Arguments and results in order. State and then Batch follow the arguments where they are used."""
+
+    args: tuple[Arg | Pack, ...]
+    results: tuple[Arg | Pack, ...]
+    state: bool = False
+    batch: bool = False
+
+    def tensors(self, which: Literal["args", "results"]) -> Iterator[Arg]:
+        """All tensors, packs opened."""
+        for item in getattr(self, which):
+            yield from item.items if isinstance(item, Pack) else (item,)
+
+    def rows_of(self) -> tuple[int, int | None, int]:
+        """Where the number of rows is read: argument, place in its pack (or None), axis."""
+        for index, item in enumerate(self.args):
+            for place, arg in enumerate(item.items if isinstance(item, Pack) else (item,)):
+                if "rows" in arg.shape:
+                    return index, place if isinstance(item, Pack) else None, arg.shape.index("rows")
+        raise AssertionError("a signature without rows")
+
+
+class Traffic(NamedTuple):
+    """The least a problem must move and compute: what bounds its time."""
+
+    bytes: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a reference computes from: real values, canonical state, the batch."""
+
+    args: Mapping[str, Any]
+    params: Mapping[str, Any]
+    states: Mapping[str, Any]
+    batch: Any = None
+
+
+Outcome = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A small problem that every kernel of the op must solve.
+
+    ``lengths`` are the rows of each sequence in this step, ``contexts`` what it has seen
+    before, ``slots`` where its state lies (negative: padding). ``variant`` names inputs
+    that the op makes specially (``Op.adjust``).
+    """
+
+    name: str
+    op: Op[..., Any]
+    lengths: tuple[int, ...]
+    contexts: tuple[int, ...] = ()
+    slots: tuple[int, ...] = ()
+    variant: str = ""
+    mode: str = field(default="")
+
+    @property
+    def rows(self) -> int:
+        return sum(self.lengths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op(Generic[P, R]):
+    """One logical operation. Its fields are the problem: local sizes, dtypes, formats of edges.
+
+    Never rows, never a rank. Ops are values: equal fields, equal op.
+    """
+
+    world: int = 1
+    coarse: ClassVar[bool] = False
+
+    @classmethod
+    def title(cls) -> str:
+        """The op's name, as policies and reports write it."""
+        return cls.__name__
+
+    @property
+    def mode(self) -> str:
+        """The mode of the batches it takes (prefill, decode, verify), or nothing."""
+        return ""
+
+    def signature(self) -> Signature:
+        """Arguments and results: names, shapes, formats, free strides."""
+        raise NotImplementedError
+
+    def params(self) -> tuple[Param, ...]:
+        """The parameters, with this rank's sizes."""
+        return ()
+
+    def states(self) -> tuple[State, ...]:
+        """The state kept between steps."""
+        return ()
+
+    def reference(self, problem: Problem) -> Outcome:
+        """Results and new states in plain torch, as float as what goes in: the oracle."""
+        raise NotImplementedError
+
+    @classmethod
+    def cases(cls) -> Sequence[Case]:
+        """Small problems that a kernel must solve."""
+        raise NotImplementedError
+
+    def adjust(self, variant: str, problem: Problem) -> None:
+        """Change made-up inputs in place for a case's ``variant``."""
+        raise NotImplementedError(f"{self.title()} has no variant {variant!r}")
+
+    def memories(self) -> dict[str, tuple[Param, ...] | State]:
+        """Parameters grouped by memory, and states, by name."""
+        found: dict[str, tuple[Param, ...] | State] = {}
+        for param in self.params():
+            found[param.memory] = (*found.get(param.memory, ()), param)  # type: ignore[misc]
+        return found | {state.name: state for state in self.states()}
+
+    def flops(self, rows: int) -> int:
+        """Multiplications and additions: by default two per parameter of a matrix and row."""
+        return 2 * rows * sum(prod(p.shape) for p in self.params() if len(p.shape) > 1)
+
+    def traffic(self, rows: int) -> Traffic:
+        """Bytes and operations at least: parameters once, arguments and results once, state in and out."""
+        signature = self.signature()
+        moved = sum(prod(p.shape) * dtype(p.dtype).bits // 8 for p in self.params())
+        for which in ("args", "results"):
+            for arg in signature.tensors(which):
+                sizes = [rows if size == "rows" else size for size in arg.shape]
+                moved += arg.format.nbytes(prod(s for s in sizes if isinstance(s, int)))
+        return Traffic(moved + self.state_bytes(rows), self.flops(rows))
+
+    def state_bytes(self, rows: int) -> int:
+        """State in and out, one slot per row."""
+        return sum(2 * rows * prod(state.shape) * dtype(state.dtype).bits // 8 for state in self.states())
+
+    def check(self, *args: Any) -> None:
+        """Raise CheckError unless the arguments fit the signature, strides and slots included."""
+        check(self, args)
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{f.name}={_short(getattr(self, f.name))}" for f in fields(self))
+        return f"{self.title()}({shown})"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, tuple) and value and hasattr(value[0], "name"):
+        return "(" + " ".join(str(item) for item in value) + ")"
+    return str(value)
+
+
+def check(op: Op[..., Any], args: Sequence[Any]) -> None:
+    """The check behind ``Op.check``: shapes, dtypes, strides; slots of a batch."""
+    signature = op.signature()
+    expected = len(signature.args) + signature.state + signature.batch
+    if len(args) != expected:
+        raise CheckError(f"{op.title()}: takes {expected} arguments, got {len(args)}")
+    symbols: dict[str, int] = {}
+    for item, value in zip(signature.args, args, strict=False):
+        if isinstance(item, Arg):
+            _check_format(op, item, value, symbols)
+            continue
+        if not isinstance(value, tuple) or len(value) != len(item.items):
+            raise CheckError(f"{op.title()}: {item.name}: expected a tuple of {len(item.items)} tensors")
+        for arg, tensor in zip(item.items, value, strict=True):
+            _check_format(op, arg, tensor, symbols)
+    if signature.batch:
+        slots = None
+        if signature.state and args[-2]:
+            slots = args[-2][0].shape[0]
+        _check_batch(op, args[-1], symbols.get("rows", 0), slots)
+
+
+def _check_format(op: Op[..., Any], arg: Arg, value: Any, symbols: dict[str, int]) -> None:
+    if isinstance(arg.format, Quantized):
+        if not isinstance(value, Encoded):
+            raise CheckError(f"{op.title()}: {arg.name}: expected {arg.format}, got {type(value).__name__}")
+        _check_tensor(op, arg, arg.format.value, value.value, symbols)
+    else:
+        _check_tensor(op, arg, arg.format.dtype, value, symbols)
+
+
+def _check_tensor(op: Op[..., Any], arg: Arg, kind: str, tensor: Any, symbols: dict[str, int]) -> None:
+    where = f"{op.title()}: {arg.name}"
+    if not hasattr(tensor, "stride"):
+        raise CheckError(f"{where}: expected {arg}, got {type(tensor).__name__}")
+    got = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    if len(tensor.shape) != len(arg.shape):
+        raise CheckError(f"{where}: expected {arg}, got {got}")
+    for size, have in zip(arg.shape, tensor.shape, strict=True):
+        want = symbols.setdefault(size, have) if isinstance(size, str) else size
+        if want != have:
+            raise CheckError(f"{where}: expected {arg} with {size} = {want}, got {got}")
+    if str(tensor.dtype) != f"torch.{kind}":
+        raise CheckError(f"{where}: expected {arg}, got {got}")
+    dense, strides = 1, tensor.stride()
+    for axis in reversed(range(len(arg.shape))):
+        if axis not in arg.free and tensor.shape[axis] > 1 and strides[axis] != dense:
+            raise CheckError(f"{where}: axis {axis} must have stride {dense}, the strides are {strides}")
+        dense = dense * tensor.shape[axis] if axis not in arg.free else strides[axis] * tensor.shape[axis]
+
+
+def _check_batch(op: Op[..., Any], batch: Batch, rows: int, slots: int | None) -> None:
+    tokens = batch.host.tokens
+    if rows not in (tokens, len(batch.host.slots)):
+        raise CheckError(f"{op.title()}: batch: expected {rows} rows, it describes {tokens} tokens")
+    if slots is None:
+        return
+    used = [slot for slot in batch.host.slots if slot >= 0]
+    if op.states() and op.states()[0].name != "kv" and used and max(used) >= slots:
+        raise CheckError(f"{op.title()}: batch.slots: expected less than {slots}, got {max(used)}")
+    if len(set(used)) != len(used):
+        raise CheckError(f"{op.title()}: batch.slots: a slot is listed twice: {sorted(used)}")

@@ -1,0 +1,160 @@
+"""Both ends of a model: Embed, Head, Sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from hal.formats import Tensor
+from hal.layout import Param
+from hal.ops.base import Arg, Case, Op, Outcome, Problem, Signature, Traffic
+from hal.ops.formulas import descending, rms_norm
+
+if TYPE_CHECKING:
+    import torch
+
+    from hal.batch import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embed(Op[["torch.Tensor"], "tuple[torch.Tensor, torch.Tensor]"]):
+    """Rows of the embedding for ids ``[rows]``; starts the pair (partial, residual), residual zero.
+
+    ``vocab`` is this rank's share: ids of other ranks give zero rows, which their owner fills.
+    """
+
+    vocab: int
+    hidden: int
+    dtype: str = "bfloat16"
+    coarse: ClassVar[bool] = True
+
+    def signature(self) -> Signature:
+        form = Tensor(self.dtype)
+        results = (Arg("partial", ("rows", self.hidden), form), Arg("residual", ("rows", self.hidden), form))
+        return Signature((Arg("ids", ("rows",), Tensor("int64")),), results)
+
+    def params(self) -> tuple[Param, ...]:
+        return (Param("weight", (self.vocab, self.hidden), self.dtype, shard=0),)
+
+    def flops(self, rows: int) -> int:
+        return 0
+
+    def traffic(self, rows: int) -> Traffic:
+        return Traffic(3 * Tensor(self.dtype).nbytes(rows * self.hidden), 0)
+
+    def reference(self, problem: Problem) -> Outcome:
+        rows = problem.params["weight"][problem.args["ids"]]
+        return (rows, rows * 0), {}
+
+    @classmethod
+    def cases(cls) -> Sequence[Case]:
+        op = cls(vocab=40, hidden=24)
+        return [Case("rows", op, (5,)), Case("no rows", op, (0,))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head(Op[["torch.Tensor", "torch.Tensor"], "tuple[torch.Tensor, torch.Tensor]"]):
+    """Closes the model: reduce, add, final norm, logits ``[rows, world * vocab]``; gives (logits, hidden).
+
+    ``hidden`` are the rows after the final norm, which a draft head takes. ``vocab`` is this
+    rank's share; every rank gets all logits.
+    """
+
+    hidden: int
+    vocab: int
+    dtype: str = "bfloat16"
+    eps: float = 1e-6
+    coarse: ClassVar[bool] = True
+
+    def signature(self) -> Signature:
+        form, shape = Tensor(self.dtype), ("rows", self.hidden)
+        args = (Arg("partial", shape, form), Arg("residual", shape, form))
+        logits = Arg("logits", ("rows", self.world * self.vocab), form, free=(0,))
+        return Signature(args, (logits, Arg("hidden", shape, form)))
+
+    def params(self) -> tuple[Param, ...]:
+        return (
+            Param("norm", (self.hidden,), self.dtype, "norm", init=(0.0, 0.1)),
+            Param("weight", (self.vocab, self.hidden), self.dtype, shard=0, init=(0.0, self.hidden**-0.5)),
+        )
+
+    def reference(self, problem: Problem) -> Outcome:
+        residual = problem.args["residual"] + problem.args["partial"]
+        x = rms_norm(residual, problem.params["norm"], self.eps, 1.0)
+        return (x @ problem.params["weight"].T, x), {}
+
+    @classmethod
+    def cases(cls) -> Sequence[Case]:
+        op = cls(hidden=24, vocab=40)
+        return [Case("rows", op, (5,)), Case("no rows", op, (0,))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample(Op[["torch.Tensor", "Batch"], "torch.Tensor"]):
+    """One id per sequence from logits ``[rows, vocab]``, as ``batch`` says.
+
+    Temperature 0: the largest logit, the lower id on a tie. Else probabilities of
+    ``logits / temperature`` in float32, largest first (lower id first on a tie), cut to
+    top_k, then to the fewest whose sum reaches top_p, renormalised; the first whose
+    cumulated sum exceeds ``batch.uniform`` is taken.
+    """
+
+    vocab: int
+    dtype: str = "bfloat16"
+    coarse: ClassVar[bool] = True
+
+    def signature(self) -> Signature:
+        logits = Arg("logits", ("rows", self.vocab), Tensor(self.dtype), free=(0,))
+        return Signature((logits,), (Arg("ids", ("rows",), Tensor("int64")),), batch=True)
+
+    def reference(self, problem: Problem) -> Outcome:
+        import torch
+
+        batch, ids = problem.batch, []
+        for row, logits in enumerate(problem.args["logits"]):
+            temperature, top_p, top_k, u = (
+                float(x[row]) for x in (batch.temperature, batch.top_p, batch.top_k, batch.uniform)
+            )
+            order = descending(logits)
+            if temperature == 0:
+                ids.append(order[0])
+                continue
+            p = (logits / temperature).softmax(0)
+            kept, total = [], 0.0
+            whole = sum(float(p[i]) for i in order[: int(top_k) or None])
+            for i in order[: int(top_k) or None]:
+                kept.append(i)
+                total += float(p[i])
+                if total >= top_p * whole:
+                    break
+            at = 0.0
+            for i in kept:
+                at += float(p[i]) / total
+                if at > u:
+                    break
+            ids.append(i)
+        return (torch.tensor(ids, dtype=torch.int64),), {}
+
+    @classmethod
+    def cases(cls) -> Sequence[Case]:
+        op = cls(vocab=32, dtype="float32")
+        rows = ((1,) * 4, (3, 4, 5, 6), (0, 1, 2, 3))
+        return [
+            Case("greedy", op, *rows, mode="decode"),
+            Case("ties", op, *rows, "ties", "decode"),
+            Case("sampled", op, *rows, "sampled", "decode"),
+            Case("no rows", op, (), (), (), mode="decode"),
+        ]
+
+    def adjust(self, variant: str, problem: Problem) -> None:
+        import torch
+
+        batch = problem.batch
+        if variant == "ties":
+            problem.args["logits"].zero_()
+            return
+        batch.temperature.copy_(torch.tensor([0.0, 1.0, 0.7, 2.0]))
+        batch.top_p.copy_(torch.tensor([1.0, 1.0, 0.8, 0.5]))
+        batch.top_k.copy_(torch.tensor([0, 0, 5, 20], dtype=torch.int32))
+        batch.uniform.copy_(torch.tensor([0.5, 0.999, 0.3, 0.0]))

@@ -1,0 +1,166 @@
+"""Feed-forward layers: GatedMLP, MoE, and the activation between their matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from hal.formats import STATIC_FP8, Format, Tensor
+from hal.layout import Param
+from hal.ops.base import Arg, Case, Op, Outcome, Problem, Signature, Traffic
+from hal.ops.formulas import descending, rms_norm, silu
+
+if TYPE_CHECKING:
+    import torch
+
+BF16 = Tensor("bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FeedForward(Op[["torch.Tensor", "torch.Tensor"], "tuple[torch.Tensor, torch.Tensor]"]):
+    hidden: int
+    intermediate: int
+    dtype: str = "bfloat16"
+    eps: float = 1e-6
+    coarse: ClassVar[bool] = True
+
+    def signature(self) -> Signature:
+        form, shape = Tensor(self.dtype), ("rows", self.hidden)
+        args = (Arg("partial", shape, form), Arg("residual", shape, form))
+        return Signature(args, args)
+
+    def _norm(self) -> Param:
+        return Param("norm", (self.hidden,), self.dtype, "norm", init=(0.0, 0.1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedMLP(_FeedForward):
+    """``down(silu(gate(x)) * up(x))`` of the normed residual; gives (partial sums, residual).
+
+    ``intermediate`` is this rank's share; opens like InProj.
+    """
+
+    def params(self) -> tuple[Param, ...]:
+        wide, init = (self.intermediate, self.hidden), (0.0, self.hidden**-0.5)
+        return (
+            self._norm(),
+            Param("gate", wide, self.dtype, "gate_up", 0, init=init),
+            Param("up", wide, self.dtype, "gate_up", 0, init=init),
+            Param("down", wide[::-1], self.dtype, "down", 1, init=(0.0, self.intermediate**-0.5)),
+        )
+
+    def reference(self, problem: Problem) -> Outcome:
+        p = problem.params
+        residual = problem.args["residual"] + problem.args["partial"]
+        x = rms_norm(residual, p["norm"], self.eps, 1.0)
+        return ((silu(x @ p["gate"].T) * (x @ p["up"].T)) @ p["down"].T, residual), {}
+
+    @classmethod
+    def cases(cls) -> Sequence[Case]:
+        op = cls(hidden=64, intermediate=48)
+        return [Case("one row", op, (1,)), Case("rows", op, (17,)), Case("no rows", op, (0,))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoE(_FeedForward):
+    """Routed experts beside a shared one; gives (partial sums, residual). Opens like InProj.
+
+    Router: softmax over all experts in float32, the ``top_k`` largest (the lower index wins a
+    tie), renormalised to sum 1. Shared expert times ``sigmoid(x . shared_gate)``.
+    ``intermediate`` and ``shared_intermediate`` are this rank's shares; the router is whole.
+    """
+
+    experts: int
+    top_k: int
+    shared_intermediate: int
+
+    def params(self) -> tuple[Param, ...]:
+        h, i, s = self.hidden, self.intermediate, self.shared_intermediate
+        wide, narrow, shared = (0.0, h**-0.5), (0.0, i**-0.5), (0.0, s**-0.5)
+        return (
+            self._norm(),
+            Param("router", (self.experts, h), self.dtype, "router", init=(0.0, 1.0)),
+            Param(
+                "experts_gate_up",
+                (self.experts, 2 * i, h),
+                self.dtype,
+                "experts_gate_up",
+                1,
+                (i, i),
+                init=wide,
+            ),
+            Param("experts_down", (self.experts, h, i), self.dtype, "experts_down", 2, init=narrow),
+            Param("shared_gate", (s, h), self.dtype, "shared_gate_up", 0, init=wide),
+            Param("shared_up", (s, h), self.dtype, "shared_gate_up", 0, init=wide),
+            Param("shared_down", (h, s), self.dtype, "shared_down", 1, init=shared),
+            Param("shared_sigmoid", (1, h), self.dtype, "shared_sigmoid", init=wide),
+        )
+
+    def flops(self, rows: int) -> int:
+        one = 3 * self.hidden * (self.top_k * self.intermediate + self.shared_intermediate)
+        return 2 * rows * (one + self.hidden * (self.experts + 1))
+
+    def traffic(self, rows: int) -> Traffic:
+        """Only the experts touched: at most ``rows * top_k`` of them."""
+        total = super().traffic(rows)
+        idle = self.experts - min(self.experts, rows * self.top_k)
+        return Traffic(
+            total.bytes - idle * Tensor(self.dtype).nbytes(3 * self.hidden * self.intermediate), total.flops
+        )
+
+    def reference(self, problem: Problem) -> Outcome:
+        p = problem.params
+        residual = problem.args["residual"] + problem.args["partial"]
+        x = rms_norm(residual, p["norm"], self.eps, 1.0)
+        out = (silu(x @ p["shared_gate"].T) * (x @ p["shared_up"].T)) @ p["shared_down"].T
+        out = out * (x @ p["shared_sigmoid"].T).sigmoid()
+        weights = (x @ p["router"].T).softmax(-1)
+        for row in range(x.shape[0]):
+            order = descending(weights[row])[: self.top_k]
+            total = sum(weights[row, e] for e in order)
+            for e in order:
+                gate, up = (p["experts_gate_up"][e] @ x[row]).chunk(2)
+                out[row] += weights[row, e] / total * (p["experts_down"][e] @ (silu(gate) * up))
+        return (out, residual), {}
+
+    @classmethod
+    def cases(cls) -> Sequence[Case]:
+        op = cls(hidden=32, intermediate=16, experts=6, top_k=2, shared_intermediate=24, dtype="float32")
+        return [
+            Case("one row", op, (1,)),
+            Case("rows", op, (9,)),
+            Case("many rows", op, (40,)),
+            Case("no rows", op, (0,)),
+            Case("one expert takes all", replace(op, top_k=1), (5,), variant="one expert"),
+            Case("all experts", replace(op, top_k=6), (5,)),
+        ]
+
+    def adjust(self, variant: str, problem: Problem) -> None:
+        problem.params["router"].zero_()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiluMul(Op[["torch.Tensor"], "torch.Tensor"]):
+    """``silu(x[:, :columns]) * x[:, columns:]`` in float32."""
+
+    columns: int
+    dtype: str = "bfloat16"
+    out: Format = BF16
+
+    def signature(self) -> Signature:
+        x = Arg("x", ("rows", 2 * self.columns), Tensor(self.dtype), free=(0,))
+        return Signature((x,), (Arg("value", ("rows", self.columns), self.out),))
+
+    def reference(self, problem: Problem) -> Outcome:
+        gate, up = problem.args["x"].chunk(2, -1)
+        return (silu(gate) * up,), {}
+
+    @classmethod
+    def cases(cls) -> Sequence[Case]:
+        op = cls(columns=48)
+        return [
+            Case("rows", op, (5,)),
+            Case("no rows", op, (0,)),
+            Case("to fp8", replace(op, out=STATIC_FP8), (5,)),
+        ]

@@ -1,0 +1,392 @@
+"""Binds ops to kernels: resolve, allocate storages, load, remember; one device, one policy."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar
+
+from hal.backend import said
+from hal.choice import Choice, Piece, rows_text
+from hal.errors import BindError, HalError, PolicyError
+from hal.kernel import Site
+from hal.layout import Layout, ParamLayout, State, StateLayout
+from hal.ops.base import Op
+from hal.policy import Policy
+from hal.registry import Registry
+from hal.resolving import Resolver
+
+if TYPE_CHECKING:
+    import torch
+
+    from hal.batch import Batch
+    from hal.device import Device
+    from hal.storage import Storage
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Comm(Protocol):
+    """What the ranks of one model share. ``all_gather_object`` is used at load only."""
+
+    rank: int
+    world: int
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor: ...
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]: ...
+
+    def all_gather_object(self, value: str) -> list[str]: ...
+
+
+@dataclass(eq=False)
+class Group:
+    """What was bound together: ops that share memory, their choices, their storages."""
+
+    name: str
+    members: dict[str, Op[..., Any]]
+    choices: dict[str, Choice]
+    fed: bool
+    fixed: Mapping[str, Layout]
+    storages: dict[str, Storage] = field(default_factory=dict)
+    takes: Group | None = None
+    claimed: bool = False
+    runtime: Runtime | None = None
+    bounds: dict[str, Bound[..., Any]] = field(default_factory=dict)
+
+    def __getattr__(self, member: str) -> Any:
+        # members are plain attributes, set at bind; only a missing one comes here
+        raise AttributeError(
+            f"{self.__dict__.get('name')} binds {sorted(self.__dict__['members'])}, not {member!r}"
+        )
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """How each memory of the group lies."""
+        return {name: layout for choice in self.choices.values() for name, layout in choice.layouts.items()}
+
+    def states(self) -> dict[str, State]:
+        """The states of all members, by name."""
+        return {s.name: s for op in self.members.values() for s in op.states()}
+
+    def state_bytes(self, slots: int) -> int:
+        """Bytes of a pool of so many slots (or pages), in the layouts chosen."""
+        from math import prod
+
+        from hal.formats import Tensor
+
+        return sum(
+            Tensor(s.dtype).nbytes(prod(self._state_layout(s).pool_shape(s, slots))) for s in self.states().values()
+        )
+
+    def new_state(self, slots: int) -> tuple[torch.Tensor, ...]:
+        """A zeroed pool of so many slots (or pages), a tensor per state, in the layouts chosen."""
+        import torch
+
+        place = self.runtime.place if self.runtime else "cpu"
+        return tuple(
+            torch.zeros(self._state_layout(s).pool_shape(s, slots), dtype=getattr(torch, s.dtype), device=place)
+            for s in self.states().values()
+        )
+
+    def _state_layout(self, state: State) -> StateLayout:
+        layout = self.layouts[state.name]
+        assert isinstance(layout, StateLayout)
+        return layout
+
+
+class Bound(partial[R], Generic[P, R]):
+    """A kernel's callable at a site. Calling it is calling the kernel: no Python frame between."""
+
+    name: str
+    choice: Choice
+    pieces: tuple[tuple[Piece, Callable[P, R]], ...]
+
+    if TYPE_CHECKING:
+
+        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+    def at(self, rows: int) -> Callable[P, R]:
+        """The callable for exactly so many rows; what a captured graph holds."""
+        for piece, call in self.pieces:
+            if piece.rows[1] is None or rows <= piece.rows[1]:
+                return call
+        raise AssertionError("pieces cover all rows")
+
+
+class Runtime:
+    """One device, one policy, one registry.
+
+    ``place`` is where tensors live (``cpu``, ``cuda:0``); ``comm`` joins the ranks of tensor
+    parallelism. ``load=False``: resolves and remembers, allocates nothing, needs no torch.
+    """
+
+    def __init__(
+        self,
+        device: Device | None = None,
+        policy: Policy | None = None,
+        registry: Registry | None = None,
+        *,
+        load: bool = True,
+        place: str | None = None,
+        comm: Comm | None = None,
+    ) -> None:
+        from hal.probing import probe
+
+        self.registry = registry or Registry.installed()
+        self.device = device or probe(self.registry.backends)
+        self.policy = policy or Policy.from_environment()
+        self.policy.validate(self.registry)
+        self.resolver = Resolver(self.registry, self.device)
+        self.load = load
+        self.place = place or ("cpu" if self.device.value("vendor") in ("cpu", None) else "cuda:0")
+        self.comm = comm
+        self.groups: list[Group] = []
+        self._plans: dict[str, dict[object, Callable[[Any], object]]] = {}
+        self._by_bound: dict[int, Group] = {}
+
+    @property
+    def rank(self) -> int:
+        return self.comm.rank if self.comm else 0
+
+    @property
+    def world(self) -> int:
+        return self.comm.world if self.comm else 1
+
+    def bind(
+        self,
+        op: Op[P, R],
+        name: str,
+        *,
+        fed: bool = False,
+        feeds: Bound[..., Any] | None = None,
+        shares: Bound[..., Any] | Group | None = None,
+        scales: Mapping[str, Any] | None = None,
+    ) -> Bound[P, R]:
+        """A callable for one op. ``fed``: its input's format is open; the op bound with ``feeds`` makes it.
+
+        ``shares``: memory of equal name is the other's, in the layout it has. ``scales``: static
+        scales by side (``out``) where no op of this runtime holds them.
+        """
+        group = self._bind(name, {"op": op}, fed=fed, feeds=feeds, shares=shares, scales=scales)
+        bound: Any = group.bounds["op"]
+        return bound  # type: ignore[no-any-return]
+
+    def bind_group(
+        self,
+        *,
+        name: str,
+        feeds: Bound[..., Any] | None = None,
+        shares: Bound[..., Any] | Group | None = None,
+        **members: Op[..., Any] | None,
+    ) -> Group:
+        """Ops that share memory, resolved together; the first leads. ``group.member`` is its callable."""
+        present = {key: op for key, op in members.items() if op is not None}
+        return self._bind(name, present, feeds=feeds, shares=shares)
+
+    def group_of(self, bound: Bound[..., Any]) -> Group:
+        """The group that a callable was bound in."""
+        return self._by_bound[id(bound)]
+
+    def _bind(
+        self,
+        name: str,
+        members: dict[str, Op[..., Any]],
+        *,
+        fed: bool = False,
+        feeds: Bound[..., Any] | None = None,
+        shares: Bound[..., Any] | Group | None = None,
+        scales: Mapping[str, Any] | None = None,
+    ) -> Group:
+        for op in members.values():
+            if op.world != self.world and self.load:
+                raise BindError(f"{name}: {op.title()} is made for world {op.world}, the runtime has {self.world}")
+        consumer = self.group_of(feeds) if feeds is not None else None
+        if consumer is not None:
+            form = consumer.choices["op"].op.x  # type: ignore[attr-defined]
+            members = {key: replace(op, out=form) for key, op in members.items()}  # type: ignore[call-arg]
+        owner = self.group_of(shares) if isinstance(shares, Bound) else shares
+        names = {memory for op in members.values() for memory in op.memories()}
+        fixed = {n: layout for n, layout in (owner.layouts if owner else {}).items() if n in names}
+        rules = self.policy.at(name)
+        found = self.resolver.resolve(tuple(members.values()), rules, fixed=fixed, fed=fed)
+        choices = dict(zip(members, found, strict=True))
+        for choice in found:
+            if self.policy.strict and choice.fell_back:
+                raise PolicyError(
+                    f"{name}: {choice.op.title()} fell back under HAL_STRICT=1: {choice.fell_back}; "
+                    f"install what is missing, or deny that kernel with HAL_DENY"
+                )
+        group = Group(name, members, choices, fed, fixed, takes=consumer, runtime=self)
+        if self.load:
+            self._allocate(group, owner)
+        bounds = {key: self._bound(group, key, choice, scales or {}) for key, choice in choices.items()}
+        group.bounds.update(bounds)
+        group.__dict__.update(bounds)
+        if consumer is not None:
+            consumer.claimed = True
+        for bound in bounds.values():
+            self._by_bound[id(bound)] = group
+        self.groups.append(group)
+        return group
+
+    def _allocate(self, group: Group, owner: Group | None) -> None:
+        from hal.storage import Storage
+
+        shared = owner.storages if owner else {}
+        for op in group.members.values():
+            for name, memory in op.memories().items():
+                layout = group.layouts[name]
+                if isinstance(memory, State) or name in group.storages:
+                    continue
+                if name in shared:
+                    group.storages[name] = shared[name]
+                    continue
+                assert isinstance(layout, ParamLayout)
+                group.storages[name] = Storage(f"{group.name}.{name}", memory, layout, self.place)
+
+    def _bound(self, group: Group, member: str, choice: Choice, scales: Mapping[str, Any]) -> Bound[..., Any]:
+        name = group.name if member == "op" else f"{group.name}.{member}"
+        if not self.load:
+            return _finish(Bound(partial(_not_loaded, name)), name, choice, ())
+        if group.takes and "input_scale" in group.takes.storages:
+            scales = {**scales, "out": group.takes.storages["input_scale"].read()}
+        return self._callable(choice, name, group.storages, scales)
+
+    def _callable(
+        self, choice: Choice, name: str, storages: Mapping[str, Storage], scales: Mapping[str, Any]
+    ) -> Bound[..., Any]:
+        pieces = tuple((piece, self._load(piece, choice, name, storages, scales)) for piece in choice.pieces)
+        call: Callable[..., Any] = pieces[0][1] if len(pieces) == 1 else _by_rows(choice.op, pieces)
+        if self.policy.check:
+            call = partial(_checked, choice.op, call)
+        return _finish(Bound(call), name, choice, pieces)
+
+    def _load(
+        self,
+        piece: Piece,
+        choice: Choice,
+        name: str,
+        storages: Mapping[str, Storage],
+        scales: Mapping[str, Any],
+    ) -> Callable[..., Any]:
+        parts: dict[str, Bound[..., Any]] = {}
+        declared = piece.kernel.parts(choice.op)
+        for key, part in reversed(list(declared.items())):
+            inner = {m: storages[part.outer(m)] for m in part.op.memories() if part.outer(m) in storages}
+            passed = dict(scales) if hasattr(part.op, "out") else {}
+            if part.feeds:
+                into = declared[part.feeds].outer("input_scale")
+                passed = {"out": storages[into].read()} if into in storages else {}
+            parts[key] = self._callable(piece.parts[key], f"{name}.{key}", inner, passed)
+        site = Site(
+            choice.op, name, piece.settings, choice.layouts, storages, parts, scales, self, piece.kernel.name
+        )
+        try:
+            return piece.kernel.load(site)
+        except Exception as error:
+            deny = f"HAL_DENY={choice.op.title()}={piece.kernel.name}"
+            raise BindError(
+                f"{name}: {piece.kernel.name} was chosen and failed to load: {said(error)}; "
+                f"{deny} goes on without it"
+            ) from error
+
+    def plan(self, key: tuple[str, Op[..., Any]], plan: Callable[[Any], object]) -> object:
+        """Have ``plan(batch)`` run once in each step of the op's mode; equal keys are one plan."""
+        self._plans.setdefault(key[1].mode, {}).setdefault(key, plan)
+        return key
+
+    def begin(self, batch: Batch) -> Batch:
+        """Run the plans of this batch's mode: once a step, outside capture, not per layer."""
+        for key, plan in self._plans.get(batch.mode, {}).items():
+            batch.plans[key] = plan(batch)
+        return batch
+
+    def seal(self) -> None:
+        """The loader is done: every storage is filled, every fed op is fed, all ranks chose alike."""
+        for group in self.groups:
+            if group.fed and not group.claimed:
+                form = group.choices["op"].op.x  # type: ignore[attr-defined]
+                raise BindError(f"{group.name}: takes {form} and is fed by nothing; bind its producer with feeds=")
+        missing = [
+            f"{storage.name}: {part}"
+            for group in self.groups
+            for storage in dict.fromkeys(group.storages.values())
+            for part in storage.missing()
+        ]
+        if missing:
+            raise HalError("parameters not filled: " + ", ".join(sorted(set(missing))))
+        for group in self.groups:
+            for storage in group.storages.values():
+                storage.seal()
+        if self.comm is not None:
+            agree(self.comm, self.lines())
+
+    def lines(self) -> list[str]:
+        """What was chosen, a line for each op; equal on all ranks."""
+        return [f"{g.name}.{key}: {choice.shape()}" for g in self.groups for key, choice in g.choices.items()]
+
+    def digest(self) -> str:
+        """A short hash of all choices."""
+        return hashlib.sha256("\n".join(self.lines()).encode()).hexdigest()[:16]
+
+    def fallbacks(self) -> list[tuple[str, str]]:
+        """Name and story of each op that fell back."""
+        return [(g.name, c.fell_back) for g in self.groups for c in g.choices.values() if c.fell_back]
+
+    def report(self) -> str:
+        """All choices as text, ops that are alike in one line."""
+        from hal.report import report
+
+        return report(self)
+
+
+def agree(comm: Comm, lines: Sequence[str]) -> None:
+    """Raise BindError unless all ranks chose alike, naming the first difference."""
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    if len(set(comm.all_gather_object(digest))) == 1:
+        return
+    everyone = [text.split("\n") for text in comm.all_gather_object("\n".join(lines))]
+    for rank, theirs in enumerate(everyone):
+        pairs = zip(everyone[0], theirs, strict=False)
+        differ = next(((a, b) for a, b in pairs if a != b), None)
+        if differ or len(theirs) != len(everyone[0]):
+            shown = differ or (f"{len(everyone[0])} ops", f"{len(theirs)} ops")
+            raise BindError(f"ranks chose differently: rank 0 {shown[0]}; rank {rank} {shown[1]}")
+
+
+def _finish(
+    bound: Bound[..., Any], name: str, choice: Choice, pieces: tuple[tuple[Piece, Callable[..., Any]], ...]
+) -> Bound[..., Any]:
+    bound.name, bound.choice, bound.pieces = name, choice, pieces
+    return bound
+
+
+def _not_loaded(name: str, *args: Any) -> Any:
+    raise BindError(f"{name}: was resolved only (Runtime(load=False)) and cannot be called")
+
+
+def _checked(op: Op[..., Any], call: Callable[..., Any], *args: Any) -> Any:
+    op.check(*args)
+    return call(*args)
+
+
+def _by_rows(op: Op[..., Any], pieces: tuple[tuple[Piece, Callable[..., Any]], ...]) -> Callable[..., Any]:
+    """One comparison of an int per piece boundary."""
+    index, place, axis = op.signature().rows_of()
+    *firsts, (_, last) = pieces
+    bounds = [(piece.rows[1], call) for piece, call in firsts]
+
+    def pick(*args: Any) -> Any:
+        value = args[index] if place is None else args[index][place]
+        rows = (value[0] if isinstance(value, tuple) else value).shape[axis]
+        for most, call in bounds:
+            if rows <= most:
+                return call(*args)
+        return last(*args)
+
+    pick.__name__ = " | ".join(f"{rows_text(p.rows)} {p.kernel.name}" for p, _ in pieces)
+    return pick
