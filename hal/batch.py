@@ -135,9 +135,7 @@ def make_batch(
                 raise HalError(f"batch: {context + length} tokens need more than {len(row)} pages of {page_size}")
             else:
                 cells.append(row[at // page_size] * page_size + at % page_size)
-    rotary = [
-        at for length, context in zip(lengths, contexts, strict=True) for at in range(context, context + length)
-    ]
+    rotary = [at for length, context in zip(lengths, contexts, strict=True) for at in range(context, context + length)]
     padded = [slot < 0 for length, slot in zip(lengths, slots, strict=True) for _ in range(length)]
     picks = list(sampling) or [Sampling()] * count
     most = max((len(row) for row in table), default=0)

@@ -61,6 +61,10 @@ class Rule:
         """Whether it speaks of this op at this site."""
         return self.op in ("*", op) and fnmatchcase(site, self.site)
 
+    def width(self) -> tuple[int, bool]:
+        """Least for the narrowest: most characters of the site given, then an op named."""
+        return -len(self.site.replace("*", "").replace("?", "")), self.op == "*"
+
     def __str__(self) -> str:
         site = "" if self.site == "*" else f"@{self.site}"
         return f"{self.op}{site}={self.kernel}"
@@ -79,10 +83,9 @@ class Rules:
     def _find(pairs: Iterable[tuple[str, str]], op: str) -> list[str]:
         return [kernel for name, kernel in pairs if name in ("*", op)]
 
-    def forced(self, op: str) -> str | None:
-        """The kernel that must serve this op."""
-        found = self._find(self.force, op)
-        return found[0] if found else None
+    def forced(self, op: str, kernels: Iterable[str]) -> str | None:
+        """The one of an op's kernels that must serve it."""
+        return next((kernel for kernel in self._find(self.force, op) if kernel in kernels), None)
 
     def preferred(self, op: str) -> list[str]:
         """Kernels to take first, in order."""
@@ -156,7 +159,7 @@ class Policy:
 
         def pairs(rules: tuple[Rule, ...]) -> tuple[tuple[str, str], ...]:
             bound = [r for r in rules if fnmatchcase(site, r.site)]
-            return tuple((r.op, r.kernel) for r in sorted(bound, key=lambda r: r.site == "*"))
+            return tuple((r.op, r.kernel) for r in sorted(bound, key=Rule.width))
 
         return Rules(pairs(self.force), pairs(self.prefer), frozenset(pairs(self.deny)), self.numerics)
 

@@ -39,7 +39,7 @@ class Registry:
         for module in backend.declarations:
             try:
                 kernels = declared(module)
-            except Exception as error:  # noqa: BLE001 - whatever a backend raises becomes a row
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a backend raises becomes a row
                 self.broken.append(Broken(f"{backend.name} ({module})", said(error)))
                 continue
             for kernel in kernels:

@@ -47,6 +47,11 @@ class Line:
                 yield choice.pieces[0].kernel.name, each
 
 
+def pattern(site: str) -> str:
+    """A site with ``*`` where its number stands."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", site)
+
+
 def lines(runtime: Runtime) -> list[Line]:
     """One line for each kind of site, in the order of binding."""
     found: dict[Any, list[str]] = {}
@@ -54,7 +59,7 @@ def lines(runtime: Runtime) -> list[Line]:
     for group in runtime.groups:
         for member, choice in group.choices.items():
             site = group.name if member == "op" else f"{group.name}.{member}"
-            key = (re.sub(r"(?<=\.)\d+(?=\.)", "*", site), choice.op, choice.shape(), choice.fell_back)
+            key = (pattern(site), choice.op, choice.shape(), choice.fell_back)
             found.setdefault(key, []).append(site)
             choices.setdefault(key, choice)
     return [Line(key[0] if len(at) > 1 else at[0], tuple(at), choices[key]) for key, at in found.items()]

@@ -165,15 +165,12 @@ class Resolver:
         if not chosen:
             raise _Uncovered
         pieces = tuple(
-            replace(j.piece, rows=rows, why=self._why(j, judged, op, ask))
-            for rows, j in chosen
-            if j.piece is not None
+            replace(j.piece, rows=rows, why=self._why(j, judged, op, ask)) for rows, j in chosen if j.piece is not None
         )
         winners = {j.kernel.name for _, j in chosen}
         keys = sorted(j.key for _, j in chosen)
-        forced = ask.rules.forced(op.title())
-        # inside the forced kernel the force is met already
-        binding = forced in self.registry.names(type(op)) and (op.title(), forced) not in ask.inside
+        forced = self._forced(op, ask)
+        met = any(j.piece is not None and _runs(j.piece, op, forced) for _, j in chosen)
         candidates = tuple(_candidate(j, winners, keys[0]) for j in judged)
         broken = tuple(
             Candidate(f"backend {b.name}", ALL_ROWS, "refused", "software", f"needs its import; {b.error}")
@@ -182,7 +179,7 @@ class Resolver:
         return (
             Choice(op, layouts, pieces, candidates + broken),
             (keys[0], keys),
-            int(binding and forced not in winners),
+            int(forced is not None and not met),
         )
 
     def _judge(self, kernel: Kernel[Any], op: AnyOp, layouts: dict[str, Layout], ask: _Ask) -> Judged:
@@ -192,6 +189,10 @@ class Resolver:
         parts: dict[str, Choice] = {}
         if not reason:
             rows = kernel.rows(op, self.device)
+            form = getattr(op, "x", None)
+            if ask.fed and form not in kernel.takes(op):
+                reason = _edge("x", kernel.takes(op), form)
+        if not reason:
             reason = self._layout(kernel, op, layouts)
         if not reason:
             try:
@@ -229,8 +230,7 @@ class Resolver:
         for side, formats in (("x", kernel.takes), ("out", kernel.makes)):
             form = getattr(op, side, None)
             if form is not None and not (side == "x" and ask.fed) and form not in formats(op):
-                able = " or ".join(map(str, formats(op))) or "nothing"
-                return Reason("edge", f"{'takes' if side == 'x' else 'makes'} {able}; the edge is {form}")
+                return _edge(side, formats(op), form)
         return None
 
     def _software(self, kernel: Kernel[Any], op: AnyOp) -> Reason | None:
@@ -279,16 +279,14 @@ class Resolver:
         judged = self._apart(op, ask)
         listed = "; ".join(f"{j.kernel.name}: {j.reason}" for j in judged) or "none is registered"
         software = any(j.reason and j.reason.kind == "software" for j in judged)
-        return Reason(
-            "software" if software else "op", f"needs a kernel for its part {name} ({op.title()}); {listed}"
-        )
+        return Reason("software" if software else "op", f"needs a kernel for its part {name} ({op.title()}); {listed}")
 
     def _key(self, kernel: Kernel[Any], op: AnyOp, piece: Piece, ask: _Ask) -> Key:
         """Least wins: forced, preferred, tier, format of the input, launches, name."""
         preferred = ask.rules.preferred(op.title())
         takes = kernel.takes(op)
         return (
-            kernel.name != ask.rules.forced(op.title()),
+            not _runs(piece, op, self._forced(op, ask)),
             preferred.index(kernel.name) if kernel.name in preferred else len(preferred),
             TIERS.index(piece.tier),
             takes.index(op.x) if ask.fed and hasattr(op, "x") else 0,
@@ -296,21 +294,27 @@ class Resolver:
             kernel.name,
         )
 
+    def _forced(self, op: AnyOp, ask: _Ask) -> str | None:
+        """The kernel that must serve this op; inside that kernel the force is met already."""
+        forced = ask.rules.forced(op.title(), self.registry.names(type(op)))
+        return None if (op.title(), forced) in ask.inside else forced
+
     def _why(self, judged: Judged, all_: Sequence[Judged], op: AnyOp, ask: _Ask) -> str:
-        name = judged.kernel.name
-        if name == ask.rules.forced(op.title()):
+        name, piece = judged.kernel.name, judged.piece
+        if piece and _runs(piece, op, self._forced(op, ask)):
             return "forced by the policy"
         if name in ask.rules.preferred(op.title()):
             return "preferred by the policy"
         if sum(j.reason is None for j in all_) == 1:
             return "the only one eligible"
-        piece = judged.piece
         return f"ranked first: tier {piece.tier}, {piece.launches} launches" if piece else ""
 
     def _apart(self, op: AnyOp, ask: _Ask) -> list[Judged]:
         """Each kernel judged under layouts that it reads itself: what stands in its way, group aside."""
         found = []
         for kernel in self.registry.kernels(type(op)):
+            if ask.fed and (able := kernel.takes(op)):
+                op = replace(op, x=able[0])  # type: ignore[call-arg]
             own = {name: default_layout(memory) for name, memory in op.memories().items()}
             own |= {name: layouts[0] for name, layouts in kernel.reads(op, self.device).items()}
             found.append(self._judge(kernel, op, {**own, **{n: v for n, v in ask.fixed if n in own}}, ask))
@@ -327,22 +331,16 @@ class Resolver:
             if not judged:
                 lines.append("  none is registered")
             for j in judged:
-                lines.append(
-                    f"  {j.kernel.name} (rows {rows_text(j.rows)}): {j.reason or 'would serve these rows'}"
-                )
+                lines.append(f"  {j.kernel.name} (rows {rows_text(j.rows)}): {j.reason or 'would serve these rows'}")
         lines += [f"  backend {b.name}: {b.error}" for b in self.registry.broken]
         return "\n".join(lines)
 
     def _unmet(self, choices: tuple[Choice, ...], ask: _Ask) -> None:
         for choice in choices:
-            forced = ask.rules.forced(choice.op.title())
-            if forced is None or (choice.op.title(), forced) in ask.inside:
-                continue
-            if any(piece.kernel.name == forced for piece in choice.pieces):
+            forced = self._forced(choice.op, ask)
+            if forced is None or any(_runs(piece, choice.op, forced) for piece in choice.pieces):
                 continue
             judged = {j.kernel.name: j.reason for j in self._apart(choice.op, ask)}
-            if forced not in judged:
-                continue
             listed = "\n".join(f"  {n}: {r or 'eligible'}" for n, r in judged.items())
             why = judged[forced] or "the ops that share its memory have no kernel for a layout it reads"
             raise PolicyError(
@@ -359,6 +357,17 @@ class _Missing(Exception):  # noqa: N818 - a signal, not an error
         self.reason = reason
 
 
+def _edge(side: str, able: Sequence[Format], form: Format | None) -> Reason:
+    shown = " or ".join(map(str, able)) or "nothing"
+    return Reason("edge", f"{'takes' if side == 'x' else 'makes'} {shown}; the edge is {form}")
+
+
+def _runs(piece: Piece, op: AnyOp, kernel: str | None) -> bool:
+    """Whether a kernel runs for an op, by itself or as the part of the same op in a composed one."""
+    inner = [c for c in piece.parts.values() if c.op.title() == op.title()]
+    return piece.kernel.name == kernel or any(_runs(p, c.op, kernel) for c in inner for p in c.pieces)
+
+
 def _of(op: AnyOp, layouts: Layouts) -> dict[str, Layout]:
     return {name: layouts[name] for name in op.memories()}
 
@@ -366,9 +375,7 @@ def _of(op: AnyOp, layouts: Layouts) -> dict[str, Layout]:
 def _cover(judged: Sequence[Judged]) -> Iterator[tuple[Rows, Judged]]:
     """The best kernel for each range of rows from 1 on; nothing where a row has none."""
     eligible = [j for j in judged if j.reason is None]
-    starts = sorted(
-        {1, *(j.rows[0] for j in eligible), *(j.rows[1] + 1 for j in eligible if j.rows[1] is not None)}
-    )
+    starts = sorted({1, *(j.rows[0] for j in eligible), *(j.rows[1] + 1 for j in eligible if j.rows[1] is not None)})
     found: list[tuple[int, Judged]] = []
     for start in starts:
         able = [j for j in eligible if j.covers(start)]

@@ -12,7 +12,7 @@ from hal.backend import said
 from hal.choice import Choice, Piece, rows_text
 from hal.errors import BindError, HalError, PolicyError
 from hal.kernel import Site
-from hal.layout import Layout, ParamLayout, State, StateLayout
+from hal.layout import Layout, Param, ParamLayout, State, StateLayout
 from hal.ops.base import Op
 from hal.policy import Policy
 from hal.registry import Registry
@@ -59,9 +59,7 @@ class Group:
 
     def __getattr__(self, member: str) -> Any:
         # members are plain attributes, set at bind; only a missing one comes here
-        raise AttributeError(
-            f"{self.__dict__.get('name')} binds {sorted(self.__dict__['members'])}, not {member!r}"
-        )
+        raise AttributeError(f"{self.__dict__.get('name')} binds {sorted(self.__dict__['members'])}, not {member!r}")
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -121,7 +119,8 @@ class Runtime:
     """One device, one policy, one registry.
 
     ``place`` is where tensors live (``cpu``, ``cuda:0``); ``comm`` joins the ranks of tensor
-    parallelism. ``load=False``: resolves and remembers, allocates nothing, needs no torch.
+    parallelism. ``load=False``: resolves and remembers, allocates nothing, needs no torch;
+    ``world`` says for how many ranks.
     """
 
     def __init__(
@@ -133,6 +132,7 @@ class Runtime:
         load: bool = True,
         place: str | None = None,
         comm: Comm | None = None,
+        world: int = 1,
     ) -> None:
         from hal.probing import probe
 
@@ -143,7 +143,10 @@ class Runtime:
         self.resolver = Resolver(self.registry, self.device)
         self.load = load
         self.place = place or ("cpu" if self.device.value("vendor") in ("cpu", None) else "cuda:0")
+        if load and comm is None and world != 1:
+            raise BindError(f"{world} ranks need a communicator; only Runtime(load=False) goes without")
         self.comm = comm
+        self.world = comm.world if comm else world
         self.groups: list[Group] = []
         self._plans: dict[str, dict[object, Callable[[Any], object]]] = {}
         self._by_bound: dict[int, Group] = {}
@@ -151,10 +154,6 @@ class Runtime:
     @property
     def rank(self) -> int:
         return self.comm.rank if self.comm else 0
-
-    @property
-    def world(self) -> int:
-        return self.comm.world if self.comm else 1
 
     def bind(
         self,
@@ -202,14 +201,17 @@ class Runtime:
         scales: Mapping[str, Any] | None = None,
     ) -> Group:
         for op in members.values():
-            if op.world != self.world and self.load:
+            if op.world not in (1, self.world):
                 raise BindError(f"{name}: {op.title()} is made for world {op.world}, the runtime has {self.world}")
         consumer = self.group_of(feeds) if feeds is not None else None
         if consumer is not None:
             form = consumer.choices["op"].op.x  # type: ignore[attr-defined]
-            members = {key: replace(op, out=form) for key, op in members.items()}  # type: ignore[call-arg]
+            members = {
+                key: replace(op, out=form) if hasattr(op, "out") else op  # type: ignore[call-arg]
+                for key, op in members.items()
+            }
         owner = self.group_of(shares) if isinstance(shares, Bound) else shares
-        names = {memory for op in members.values() for memory in op.memories()}
+        names = _alike(name, members, owner)
         fixed = {n: layout for n, layout in (owner.layouts if owner else {}).items() if n in names}
         rules = self.policy.at(name)
         found = self.resolver.resolve(tuple(members.values()), rules, fixed=fixed, fed=fed)
@@ -263,6 +265,7 @@ class Runtime:
         call: Callable[..., Any] = pieces[0][1] if len(pieces) == 1 else _by_rows(choice.op, pieces)
         if self.policy.check:
             call = partial(_checked, choice.op, call)
+            pieces = tuple((piece, partial(_checked, choice.op, inner)) for piece, inner in pieces)
         return _finish(Bound(call), name, choice, pieces)
 
     def _load(
@@ -282,16 +285,13 @@ class Runtime:
                 into = declared[part.feeds].outer("input_scale")
                 passed = {"out": storages[into].read()} if into in storages else {}
             parts[key] = self._callable(piece.parts[key], f"{name}.{key}", inner, passed)
-        site = Site(
-            choice.op, name, piece.settings, choice.layouts, storages, parts, scales, self, piece.kernel.name
-        )
+        site = Site(choice.op, name, piece.settings, choice.layouts, storages, parts, scales, self, piece.kernel.name)
         try:
             return piece.kernel.load(site)
         except Exception as error:
             deny = f"HAL_DENY={choice.op.title()}={piece.kernel.name}"
             raise BindError(
-                f"{name}: {piece.kernel.name} was chosen and failed to load: {said(error)}; "
-                f"{deny} goes on without it"
+                f"{name}: {piece.kernel.name} was chosen and failed to load: {said(error)}; {deny} goes on without it"
             ) from error
 
     def plan(self, key: tuple[str, Op[..., Any]], plan: Callable[[Any], object]) -> object:
@@ -342,6 +342,25 @@ class Runtime:
         from hal.report import report
 
         return report(self)
+
+
+def _alike(name: str, members: Mapping[str, Op[..., Any]], owner: Group | None) -> set[str]:
+    """Names of the members' memories; BindError where those of one name differ, or nothing is shared."""
+    have = {n: _shape(m) for op in (owner.members if owner else {}).values() for n, m in op.memories().items()}
+    found: set[str] = set()
+    for op in members.values():
+        for memory, parts in op.memories().items():
+            if have.setdefault(memory, _shape(parts)) != _shape(parts):
+                raise BindError(f"{name}: {memory} is shared as {have[memory]}; {op.title()} has {_shape(parts)}")
+            found.add(memory)
+    if owner and not found & owner.layouts.keys():
+        raise BindError(f"{name}: shares nothing with {owner.name}: {sorted(found)} against {sorted(owner.layouts)}")
+    return found
+
+
+def _shape(memory: tuple[Param, ...] | State) -> str:
+    parts = (memory,) if isinstance(memory, State) else memory
+    return ", ".join(f"{p.name} {list(p.shape)} {p.dtype}" for p in parts)
 
 
 def agree(comm: Comm, lines: Sequence[str]) -> None:

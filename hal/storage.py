@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import prod
+from collections.abc import Collection, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from hal.errors import StorageError
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import torch
 
     from hal.layout import Layout
+
+Box = tuple[tuple[int, int], ...]  # first and last + 1 on each axis
 
 
 class Storage:
@@ -33,11 +35,10 @@ class Storage:
         if len(shapes) < len(parts) and len(kinds) > 1:
             raise StorageError(f"{name}: {layout} holds one dtype, the parts have {sorted(kinds)}")
         self.buffers = {
-            key: torch.empty(shape, dtype=getattr(torch, kind), device=device)
-            for key, (shape, kind) in shapes.items()
+            key: torch.empty(shape, dtype=getattr(torch, kind), device=device) for key, (shape, kind) in shapes.items()
         }
         self._views = layout.views(self.buffers, parts)
-        self._put: dict[str, dict[tuple[int, ...], int]] = {p.name: {} for p in parts}
+        self._put: dict[str, set[Box]] = {p.name: set() for p in parts}
         self.sealed = False
 
     @property
@@ -57,22 +58,24 @@ class Storage:
         lead = view.dim() - tensor.dim()
         offsets = (*at, *(0,) * (view.dim() - len(at)))
         sizes = (1,) * lead + tuple(tensor.shape)
-        if lead < 0 or any(o + s > n for o, s, n in zip(offsets, sizes, view.shape, strict=False)):
+        places = zip(offsets, sizes, view.shape, strict=False)
+        if lead < 0 or len(at) > view.dim() or any(o < 0 or o + s > n for o, s, n in places):
             raise StorageError(
                 f"{self.name}: {part}: {list(tensor.shape)} at {list(offsets)} does not fit {list(view.shape)}"
             )
-        if tensor.dtype != view.dtype and (tensor.element_size() < 2 or view.element_size() < 2):
+        wide = all(t.is_floating_point() and t.element_size() > 1 for t in (tensor, view))
+        if tensor.dtype != view.dtype and not wide:
             raise StorageError(f"{self.name}: {part}: expected {view.dtype}, got {tensor.dtype}")
         place = view
         for axis, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
             place = place.narrow(axis, offset, size)
         place.copy_(tensor.reshape(sizes))
-        self._put[part][offsets] = prod(sizes)
+        self._put[part].add(tuple((o, o + s) for o, s in zip(offsets, sizes, strict=True)))
         self.sealed = False
 
     def missing(self) -> list[str]:
         """Parts that were not put whole."""
-        return [n for n, put in self._put.items() if sum(put.values()) != self._views[n].numel()]
+        return [n for n, put in self._put.items() if _covered(put) != self._views[n].numel()]
 
     def seal(self) -> None:
         """All parts are there: let the layout finish. Twice is once."""
@@ -100,3 +103,16 @@ class Storage:
             (whole,) = self.buffers.values()
             return whole
         raise StorageError(f"{self.name}: lies {self.layout} in {len(self.buffers)} buffers; name a layout to read")
+
+
+def _covered(boxes: Collection[Box]) -> int:
+    """Elements in any of the boxes; those that overlap count once."""
+    if not boxes or not next(iter(boxes)):
+        return len(boxes)
+    spans: dict[tuple[int, int], set[Box]] = {}
+    for span, *rest in boxes:
+        spans.setdefault(span, set()).add(tuple(rest))
+    if any(one[1] > other[0] for one, other in pairwise(sorted(spans))):
+        edges = pairwise(sorted({edge for span in spans for edge in span}))
+        spans = {(low, high): {r for (a, b), rs in spans.items() if a <= low < b for r in rs} for low, high in edges}
+    return sum((high - low) * _covered(within) for (low, high), within in spans.items())

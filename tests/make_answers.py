@@ -1,4 +1,4 @@
-"""Write what transformers answers to `lines(7, 1000)` into tests/tiny/answers-{dense,moe}.json, in float32.
+"""Write what transformers answers to `lines(7, 1000)` into tests/answers-{dense,moe}.json, in float32.
 
 Where the teacher-forced best byte is the answer's at every position, newline included, the greedy text is
 the answer; only the other lines are decoded.
@@ -13,10 +13,11 @@ from pathlib import Path
 import oracle
 import torch
 import transformers
-from tiny.tasks import lines
+from hal_models.tasks import lines
 from torch import Tensor
 
-TINY = Path(__file__).parent / "tiny"
+HERE = Path(__file__).parent
+TINY = HERE.parent / "models" / "hal_models" / "tiny"
 STOP = {10, 256}
 PADDING = 257
 
@@ -73,7 +74,7 @@ def main() -> None:
     for name in ("dense", "moe"):
         totals, entries = answers(TINY / name)
         head = json.dumps(totals)[:-1] + ', "lines": [\n'
-        (TINY / f"answers-{name}.json").write_text(head + ",\n".join(map(json.dumps, entries)) + "\n]}\n")
+        (HERE / f"answers-{name}.json").write_text(head + ",\n".join(map(json.dumps, entries)) + "\n]}\n")
         print(name, totals)
 
 

@@ -98,9 +98,7 @@ def cells(page_size: int) -> Callable[[Batch], Cells]:
         real = (steps < batch.kv_lengths[:, None]) & (batch.slots >= 0)[:, None]
         if not batch.page_table.shape[1]:
             return Cells(real.long() * 0, real.long() * 0, real & False)
-        page = torch.where(
-            real, batch.page_table[:, (steps // page_size).clamp(max=batch.page_table.shape[1] - 1)], 0
-        )
+        page = torch.where(real, batch.page_table[:, (steps // page_size).clamp(max=batch.page_table.shape[1] - 1)], 0)
         return Cells(page.long(), (steps % page_size).expand_as(page), real)
 
     return plan

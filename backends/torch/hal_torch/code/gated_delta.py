@@ -137,9 +137,7 @@ def ruled(
     chunks = []
     for at in range(0, length, CHUNK):
         cut = slice(at, at + CHUNK)
-        out, state = chunk(
-            q[..., cut, :], k[..., cut, :], v[..., cut, :], beta[..., cut], log_decay[..., cut], state
-        )
+        out, state = chunk(q[..., cut, :], k[..., cut, :], v[..., cut, :], beta[..., cut], log_decay[..., cut], state)
         chunks.append(out)
     pool[g.slots] = state.flatten(1, 2).to(pool.dtype)
     out = torch.cat(chunks, 3) if chunks else v

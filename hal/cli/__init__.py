@@ -1,0 +1,83 @@
+"""The command line. Each verb is two names, ``module:function``, imported only when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hal.errors import HalError
+
+Command = tuple[str, str, str, str]
+COMMANDS: tuple[Command, ...] = (
+    ("dump", "hal.cli.dump:add_arguments", "hal.cli.dump:run", "the device here: every fact with its source"),
+    ("ops", "hal.cli.ops:add_arguments", "hal.cli.ops:run", "the logical ops, their contracts and kernels"),
+    ("explain", "hal.cli.explain:add_arguments", "hal.cli.explain:run", "why an op runs the kernel it runs"),
+    ("plan", "hal.cli.plan:add_arguments", "hal.cli.plan:run", "every choice of a whole model, and its bytes"),
+    ("verify", "hal.cli.verify:add_arguments", "hal.cli.verify:run", "kernels against the float64 oracle, here"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. 0: fine, 1: a demand that cannot be met, 2: a wrong call."""
+    try:
+        status = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return status
+    except HalError as error:
+        print(f"hal: {error}", file=sys.stderr)
+        return 1
+    except SystemExit as left:  # argparse's own way out
+        return left.code if isinstance(left.code, int) else int(left.code is not None)
+    except BrokenPipeError:
+        # what is left in the buffer has nowhere to go: do not fail again when the interpreter ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(argv: list[str]) -> int:
+    asked = next((word for word in argv if not word.startswith("-")), None)
+    commands = list(COMMANDS)
+    if asked not in {name for name, *_ in commands}:
+        commands += _of_families(asked)
+    parser = argparse.ArgumentParser(
+        prog="hal", description="Which kernel runs each op of a model on a device, and why no other does."
+    )
+    from hal import __version__
+
+    parser.add_argument("--version", action="version", version=f"hal {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
+    runs: dict[str, str] = {}
+    for name, add_arguments, run, text in commands:
+        verb = verbs.add_parser(name, help=text, description=text[:1].upper() + text[1:] + ".")
+        if name == asked:
+            _load(name, add_arguments)(verb)
+            runs[name] = run
+    args = parser.parse_args(argv)
+    return int(_load(args.verb, runs[args.verb])(args))
+
+
+def _of_families(asked: str | None) -> list[Command]:
+    """The verbs of model families; a broken family may have had the one that is asked for."""
+    from hal.family import families
+
+    found, broken = families()
+    commands = [command for family in found for command in family.commands]
+    if asked and broken and asked not in {name for name, *_ in commands}:
+        listed = "; ".join(f"family {b.name}: {b.error}" for b in broken)
+        raise HalError(f"unknown command {asked!r}; it may be one of a family that failed to import: {listed}")
+    return commands
+
+
+def _load(verb: str, target: str) -> Callable[..., Any]:
+    from hal.backend import load_target, said
+
+    try:
+        loaded: Callable[..., Any] = load_target(target)
+    except ImportError as error:
+        raise HalError(f"{verb}: {target} cannot be imported: {said(error)}") from error
+    return loaded

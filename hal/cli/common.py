@@ -1,0 +1,64 @@
+"""Options that several verbs have, and what they stand for: device, policy, registry, runtime."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hal.device import Device
+    from hal.registry import Registry
+    from hal.runtime import Runtime
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON, see docs/json.md")
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device", metavar="PROFILE|FILE", help="a shipped profile or a dumped file; default: probe this machine"
+    )
+    parser.add_argument("--stack", metavar="NAME", help="take the libraries of this shipped stack")
+
+
+def positive(text: str) -> int:
+    """An argument that counts something: 1 or more."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"is 1 or more, got {value}")
+    return value
+
+
+def device_of(args: argparse.Namespace, registry: Registry) -> Device:
+    """The device that is asked about, or the one that is here."""
+    from hal.device import load_device
+    from hal.probing import probe
+
+    if args.device is not None:
+        return load_device(args.device, args.stack)
+    here = probe(registry.backends, registry.broken)
+    return here.with_stack(args.stack) if args.stack else here
+
+
+def resolving_runtime(args: argparse.Namespace, *, strict: bool = True) -> Runtime:
+    """A runtime that resolves only, under the policy of ``HAL_*``. ``strict=False``: falls back quietly."""
+    from hal.policy import Policy
+    from hal.registry import Registry
+    from hal.runtime import Runtime
+
+    registry = Registry.installed()
+    policy = Policy.from_environment()
+    if not strict:
+        policy = replace(policy, strict=False)
+    return Runtime(device_of(args, registry), policy, registry, load=False, world=args.tp)
+
+
+def device_line(runtime: Runtime) -> str:
+    """Device, stack, policy and ranks in a line."""
+    device = runtime.device
+    return (
+        f"device {device.label} ({device.value('vendor')} {device.value('arch')}), stack {device.stack}, "
+        f"policy {runtime.policy.source}, world {runtime.world}"
+    )

@@ -1,0 +1,48 @@
+"""Models by name or folder: which family has them, and how they are bound."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hal.errors import CheckpointError, HalError
+from hal.family import Family, families, family_of
+
+if TYPE_CHECKING:
+    from hal.runtime import Runtime
+
+
+def build(name: str, runtime: Runtime) -> None:
+    """Bind a model, by published name or checkpoint folder, on a runtime that resolves only."""
+    family, path = _find(name)
+    family.model(family.configure(path), runtime)
+
+
+def _find(name: str) -> tuple[Family, str]:
+    path = Path(name)
+    if not path.is_dir():
+        try:
+            return family_of(name), name
+        except HalError as error:
+            raise HalError(f"{error}{lost()}") from None
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"{path}: a checkpoint's folder has a config.json, this one has none")
+    refused = []
+    for family in families()[0]:
+        try:
+            family.configure(name)
+        except HalError as error:
+            refused.append(f"{family.name}: {error}")
+        else:
+            return family, name
+    raise CheckpointError(f"{path}: no family takes it; {'; '.join(refused) or 'none is installed'}{lost()}")
+
+
+def published() -> list[str]:
+    """Every published name, family by family."""
+    return [name for family in families()[0] for name in family.published]
+
+
+def lost() -> str:
+    """The families that failed to import, to stand behind a message; empty where none did."""
+    return "".join(f"; family {b.name} failed to import: {b.error}" for b in families()[1])

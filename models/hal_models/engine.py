@@ -1,0 +1,213 @@
+"""Runs a model on many sequences: slots and KV pages, prefill in chunks, then one token a step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hal.batch import Batch, Sampling, make_batch
+from hal.errors import HalError
+
+if TYPE_CHECKING:
+    import torch
+
+PAGE_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, how much to add to it, how to pick, and where to stop (stop tokens are not given)."""
+
+    prompt: Sequence[int]
+    max_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stops: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Event:
+    """A token of a request, or its end: ``token`` is None, ``finish`` says ``stop`` or ``length``."""
+
+    request: int
+    token: int | None
+    finish: str = ""
+
+
+@dataclass
+class _Sequence:
+    index: int
+    request: Request
+    slot: int
+    pages: list[int]
+    tokens: list[int]
+    done: int = 0  # tokens in the state
+
+    @property
+    def left(self) -> int:
+        return len(self.tokens) - self.done
+
+
+class Engine:
+    """A model with its pools. ``slots`` sequences run at once; ``pages`` of 16 tokens hold their keys.
+
+    ``chunk``: rows of a prefill step at most. All memory of a sequence is set aside when it
+    starts, so nothing that runs is ever turned away. Not thread-safe.
+    """
+
+    def __init__(self, model: Any, *, slots: int = 8, pages: int = 512, chunk: int = 512) -> None:
+        for name, value in (("slots", slots), ("pages", pages), ("chunk", chunk)):
+            if value < 1:
+                raise HalError(f"engine: {name}: expected 1 or more, got {value}")
+        self.model, self.chunk, self.pages = model, chunk, pages
+        self.place = model.runtime.place
+        self.state = model.new_state(slots, pages)
+        self._slots, self._pages = list(range(slots))[::-1], list(range(pages))[::-1]
+        self._waiting: deque[tuple[int, Request]] = deque()
+        self._running: list[_Sequence] = []
+        self._count = 0
+
+    def add(self, request: Request) -> int:
+        """Queue a request; gives its number. Errors: HalError for one that can never run."""
+        total = len(request.prompt) + request.max_tokens
+        if not request.prompt:
+            raise HalError("request: prompt: expected at least one token, got none")
+        if request.max_tokens < 1:
+            raise HalError(f"request: max_tokens: expected 1 or more, got {request.max_tokens}")
+        if bad := [t for t in request.prompt if not 0 <= t < self.model.cfg.vocab]:
+            raise HalError(f"request: prompt: expected tokens of 0..{self.model.cfg.vocab - 1}, got {bad[0]}")
+        limit = min(self.pages * PAGE_SIZE, self.model.cfg.max_positions)
+        if total > limit:
+            raise HalError(f"request: {total} tokens in all; the engine holds {limit}")
+        self._waiting.append((self._count, request))
+        self._count += 1
+        return self._count - 1
+
+    def run(self) -> Iterator[Event]:
+        """Steps until every request has ended."""
+        while self._waiting or self._running:
+            yield from self.step()
+
+    def generate(self, requests: Sequence[Request]) -> list[list[int]]:
+        """The tokens of each request, all at once."""
+        found: dict[int, list[int]] = {self.add(request): [] for request in requests}
+        for event in self.run():
+            if event.token is not None:
+                found[event.request].append(event.token)
+        return list(found.values())
+
+    def step(self) -> list[Event]:
+        """Start what can start; then one prefill step while prompts are left, else one decode step."""
+        import torch
+
+        self._start()
+        with torch.inference_mode():
+            fresh = [s for s in self._running if s.left > 1 or s.done == 0]
+            return self._prefill(fresh) if fresh else self._decode(self._running)
+
+    def _start(self) -> None:
+        while self._waiting and self._slots:
+            index, request = self._waiting[0]
+            count = -(-(len(request.prompt) + request.max_tokens) // PAGE_SIZE)
+            if count > len(self._pages):
+                return
+            self._waiting.popleft()
+            pages = [self._pages.pop() for _ in range(count)]
+            self._running.append(_Sequence(index, request, self._slots.pop(), pages, list(request.prompt)))
+
+    def _prefill(self, fresh: list[_Sequence]) -> list[Event]:
+        lengths, chosen, room = [], [], self.chunk
+        for sequence in fresh:
+            take = min(sequence.left, room)
+            if take:
+                lengths.append(take)
+                chosen.append(sequence)
+                room -= take
+        batch = self._batch("prefill", chosen, lengths)
+        partial, residual = self._forward(chosen, lengths, batch)
+        ends = [i for i, s in enumerate(chosen) if s.left == 0]
+        if not ends:
+            return []
+        last = batch.cu_seqlens[1:].long()[ends] - 1
+        finished = [chosen[i] for i in ends]
+        picks = self._batch("decode", finished, [1] * len(finished), back=1)
+        return self._pick(finished, partial[last], residual[last], picks)
+
+    def _decode(self, running: list[_Sequence]) -> list[Event]:
+        if not running:
+            return []
+        lengths = [1] * len(running)
+        batch = self._batch("decode", running, lengths)
+        partial, residual = self._forward(running, lengths, batch)
+        return self._pick(list(running), partial, residual, batch)
+
+    def _batch(self, mode: str, sequences: list[_Sequence], lengths: list[int], back: int = 0) -> Batch:
+        batch = make_batch(
+            mode,
+            lengths,
+            [s.done - back for s in sequences],
+            [s.slot for s in sequences],
+            pages=[s.pages for s in sequences],
+            page_size=PAGE_SIZE,
+            sampling=[s.request.sampling for s in sequences],
+            device=self.place,
+        )
+        return batch
+
+    def _forward(
+        self, sequences: list[_Sequence], lengths: list[int], batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        import torch
+
+        ids = [t for s, n in zip(sequences, lengths, strict=True) for t in s.tokens[s.done : s.done + n]]
+        self.model.runtime.begin(batch)
+        pair: tuple[torch.Tensor, torch.Tensor] = self.model(torch.tensor(ids, device=self.place), self.state, batch)
+        for sequence, length in zip(sequences, lengths, strict=True):
+            sequence.done += length
+        return pair
+
+    def _pick(
+        self, sequences: list[_Sequence], partial: torch.Tensor, residual: torch.Tensor, batch: Batch
+    ) -> list[Event]:
+        logits, _ = self.model.head(partial, residual)
+        events = []
+        for sequence, token in zip(sequences, self.model.sample(logits, batch).tolist(), strict=True):
+            request = sequence.request
+            if token in request.stops:
+                events.append(self._end(sequence, "stop"))
+                continue
+            sequence.tokens.append(token)
+            events.append(Event(sequence.index, token))
+            if len(sequence.tokens) == len(request.prompt) + request.max_tokens:
+                events.append(self._end(sequence, "length"))
+        return events
+
+    def _end(self, sequence: _Sequence, finish: str) -> Event:
+        self._running.remove(sequence)
+        self._slots.append(sequence.slot)
+        self._pages += sequence.pages
+        return Event(sequence.index, None, finish)
+
+
+def score(model: Any, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Logits ``[tokens, vocab]`` after every token of each sequence, in one prefill step."""
+    import torch
+
+    needed = [-(-len(s) // PAGE_SIZE) for s in sequences]
+    starts = [sum(needed[:i]) for i in range(len(needed))]
+    with torch.inference_mode():
+        batch = make_batch(
+            "prefill",
+            [len(s) for s in sequences],
+            [0] * len(sequences),
+            list(range(len(sequences))),
+            pages=[list(range(at, at + n)) for at, n in zip(starts, needed, strict=True)],
+            page_size=PAGE_SIZE,
+            device=model.runtime.place,
+        )
+        model.runtime.begin(batch)
+        state = model.new_state(len(sequences), max(1, sum(needed)))
+        ids = torch.tensor([t for s in sequences for t in s], device=model.runtime.place)
+        logits, _ = model.head(*model(ids, state, batch))
+    return list(logits.split([len(s) for s in sequences]))

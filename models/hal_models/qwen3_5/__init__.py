@@ -1,0 +1,24 @@
+"""Qwen3.5: a hybrid of Gated DeltaNet and full attention, dense or with experts."""
+
+from hal.family import Family
+from hal_models.qwen3_5.published import PUBLISHED
+
+CODE = "hal_models.qwen3_5"
+VERBS = "hal_models.commands"
+
+family = Family(
+    "qwen3_5",
+    published=tuple(PUBLISHED),
+    config=f"{CODE}.config:configure",
+    build=f"{CODE}.model:Qwen35",
+    commands=(
+        ("generate", f"{VERBS}.generate:arguments", f"{VERBS}.generate:run", "continue a prompt with a checkpoint"),
+        (
+            "accuracy",
+            f"{VERBS}.accuracy:arguments",
+            f"{VERBS}.accuracy:run",
+            "score a tiny checkpoint on its tasks",
+        ),
+        ("demo", f"{VERBS}.demo:arguments", f"{VERBS}.demo:run", "run the shipped checkpoint on a few lines"),
+    ),
+)

@@ -1,0 +1,226 @@
+"""The model's sizes, from any of the forms that checkpoints write them in; contradictions are errors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from hal.errors import CheckpointError, UnknownName
+from hal_models.qwen3_5.published import PUBLISHED
+
+Kind = Literal["linear_attention", "full_attention"]
+KINDS = ("linear_attention", "full_attention")
+TYPES = {"qwen3_5": False, "qwen3_5_text": False, "qwen3_5_moe": True, "qwen3_5_moe_text": True}
+MISSING = object()
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of the whole model, before any split over ranks."""
+
+    name: str
+    layers: tuple[Kind, ...]
+    hidden: int
+    vocab: int
+    eps: float
+    dtype: str
+    key_heads: int
+    value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_width: int
+    state_dtype: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    theta: float
+    sections: tuple[int, int, int] | None
+    intermediate: int
+    experts: int
+    top_k: int
+    shared_intermediate: int
+    tied: bool
+    stops: tuple[int, ...]
+    max_positions: int
+
+    def typed(self, dtype: str | None) -> Config:
+        """The same computed in another dtype."""
+        return replace(self, dtype=dtype) if dtype else self
+
+
+def configure(name: str) -> Config:
+    """The configuration of a published name, or of a folder with a config.json."""
+    if name in PUBLISHED:
+        return parse(name, PUBLISHED[name])
+    folder = Path(name)
+    if not folder.exists():
+        raise UnknownName("model (no such folder either)", name, PUBLISHED)
+    path = folder / "config.json"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: expected an object, got {type(data).__name__}")
+    return parse(name, data, _stops(folder))
+
+
+def parse(name: str, data: dict[str, Any], stops: tuple[int, ...] = ()) -> Config:
+    """The configuration in a config.json's contents, nested in ``text_config`` or flat."""
+    fields = _Fields(name, data)
+    kind = fields.get("model_type")
+    if kind not in TYPES:
+        raise CheckpointError(f"{name}: model_type: expected one of {', '.join(TYPES)}, got {kind!r}")
+    moe = TYPES[kind]
+    fields.expect("hidden_act", "silu")
+    fields.expect("attention_bias", False)
+    fields.expect("attn_output_gate", True)
+    fields.expect("norm_topk_prob", True)
+    fields.expect("output_gate_type", "silu", "swish", None)
+    fields.expect("quantization_config", None)
+    experts = fields.size("num_experts") if moe else 0
+    head_dim = fields.size("head_dim")
+    theta, rotary_dim, sections = _rope(fields, head_dim)
+    return Config(
+        name=name,
+        layers=_layers(fields),
+        hidden=fields.size("hidden_size"),
+        vocab=fields.size("vocab_size"),
+        eps=float(fields.get("rms_norm_eps")),
+        dtype=_dtype(fields),
+        key_heads=fields.size("linear_num_key_heads"),
+        value_heads=fields.size("linear_num_value_heads"),
+        key_head_dim=fields.size("linear_key_head_dim"),
+        value_head_dim=fields.size("linear_value_head_dim"),
+        conv_width=fields.size("linear_conv_kernel_dim"),
+        state_dtype=fields.get("mamba_ssm_dtype", "float32"),
+        heads=fields.size("num_attention_heads"),
+        kv_heads=fields.size("num_key_value_heads"),
+        head_dim=head_dim,
+        rotary_dim=rotary_dim,
+        theta=theta,
+        sections=sections,
+        intermediate=fields.size("moe_intermediate_size" if moe else "intermediate_size"),
+        experts=experts,
+        top_k=fields.size("num_experts_per_tok") if moe else 0,
+        shared_intermediate=fields.size("shared_expert_intermediate_size") if moe else 0,
+        tied=bool(fields.agreed("tie_word_embeddings", False)),
+        stops=tuple(dict.fromkeys((*_ids(fields.get("eos_token_id", None)), *stops))),
+        max_positions=fields.size("max_position_embeddings"),
+    )
+
+
+class _Fields:
+    """Fields of the text model: those of ``text_config`` where there is one, else of the file."""
+
+    def __init__(self, name: str, data: dict[str, Any]) -> None:
+        self.name, self.outer = name, data
+        self.inner: dict[str, Any] = data.get("text_config") or data
+        if not isinstance(self.inner, dict):
+            raise CheckpointError(f"{name}: text_config: expected an object, got {self.inner!r}")
+
+    def get(self, key: str, default: Any = MISSING) -> Any:
+        found = self.inner.get(key, default)
+        if found is MISSING:
+            raise CheckpointError(f"{self.name}: config.json does not state {key}")
+        return found
+
+    def size(self, key: str) -> int:
+        found = self.get(key)
+        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+            raise CheckpointError(f"{self.name}: {key}: expected a positive integer, got {found!r}")
+        return found
+
+    def expect(self, key: str, *allowed: Any) -> None:
+        """A field that is absent, or says what this model does anyway."""
+        for where in (self.inner, self.outer):
+            found = where.get(key, allowed[0])
+            if found not in allowed:
+                shown = " or ".join(map(repr, allowed))
+                raise CheckpointError(f"{self.name}: {key}: only {shown} is served, got {_short(found)}")
+
+    def agreed(self, key: str, default: Any) -> Any:
+        """A field that may stand inside and outside, if it says the same there."""
+        return self.one(key, [d[key] for d in (self.inner, self.outer) if d.get(key) is not None], default)
+
+    def one(self, key: str, found: list[Any], default: Any = MISSING) -> Any:
+        if any(value != found[0] for value in found):
+            raise CheckpointError(f"{self.name}: {key} contradicts itself: {' against '.join(map(repr, found))}")
+        if not found and default is MISSING:
+            raise CheckpointError(f"{self.name}: config.json does not state {key}")
+        return found[0] if found else default
+
+
+def _rope(fields: _Fields, head_dim: int) -> tuple[float, int, tuple[int, int, int] | None]:
+    """Base, rotated dimensions and sections, from wherever they stand; without a base: an error."""
+    places = [fields.inner]
+    for key in ("rope_parameters", "rope_scaling"):
+        nested = fields.inner.get(key) or {}
+        by_kind = nested.get("full_attention")
+        places.append(by_kind if isinstance(by_kind, dict) else nested)
+
+    def stated(key: str, default: Any = MISSING) -> Any:
+        return fields.one(key, [p[key] for p in places if p.get(key) is not None], default)
+
+    for place in places[1:]:
+        kind = place.get("rope_type", place.get("type", "default"))
+        if kind not in ("default", "mrope"):
+            raise CheckpointError(f"{fields.name}: rope_type: only 'default' is served, got {kind!r}")
+        if place.get("mrope_interleaved", True) is not True:
+            raise CheckpointError(f"{fields.name}: mrope_interleaved: only True is served")
+    theta, factor = float(stated("rope_theta")), float(stated("partial_rotary_factor", 0.25))
+    rotary = int(head_dim * factor)
+    sections = stated("mrope_section", None)
+    if sections is not None and (len(sections) != 3 or sum(sections) * 2 != rotary):
+        raise CheckpointError(f"{fields.name}: mrope_section: expected 3 sizes of sum {rotary // 2}, got {sections}")
+    return theta, rotary, tuple(sections) if sections else None
+
+
+def _layers(fields: _Fields) -> tuple[Kind, ...]:
+    count = fields.size("num_hidden_layers")
+    interval = fields.get("full_attention_interval", None)
+    stated = fields.get("layer_types", fields.get("layers_block_type", None))
+    names: list[Any] = [{"attention": "full_attention"}.get(kind, kind) for kind in stated or ()]
+    if unknown := sorted({str(kind) for kind in names if kind not in KINDS}):
+        raise CheckpointError(f"{fields.name}: layer_types: expected {' or '.join(KINDS)}, got {', '.join(unknown)}")
+    regular: list[Any] = []
+    if interval is not None:
+        regular = [KINDS[(i + 1) % fields.size("full_attention_interval") == 0] for i in range(count)]
+    if names and len(names) != count:
+        raise CheckpointError(f"{fields.name}: layer_types lists {len(names)} layers, num_hidden_layers is {count}")
+    if names and regular and names != regular:
+        raise CheckpointError(f"{fields.name}: layer_types contradicts full_attention_interval {interval}")
+    if not names and not regular:
+        raise CheckpointError(f"{fields.name}: config.json states neither layer_types nor full_attention_interval")
+    return tuple(names or regular)
+
+
+def _dtype(fields: _Fields) -> str:
+    found = [d[key] for d in (fields.inner, fields.outer) for key in ("dtype", "torch_dtype") if d.get(key)]
+    name = str(found[0] if found else "bfloat16").removeprefix("torch.")
+    if name not in ("bfloat16", "float16", "float32"):
+        raise CheckpointError(f"{fields.name}: dtype: expected bfloat16, float16 or float32, got {name!r}")
+    return name
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    return () if value is None else (value,) if isinstance(value, int) else tuple(value)
+
+
+def _stops(folder: Path) -> tuple[int, ...]:
+    """More stop tokens, from generation_config.json where there is one."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return ()
+    try:
+        return _ids(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
+    except (ValueError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else text[:77] + "..."

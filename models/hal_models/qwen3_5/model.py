@@ -1,0 +1,188 @@
+"""Qwen3.5 on bound ops: what is computed, nothing of how."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hal import ops
+from hal.errors import DivisionError
+from hal.formats import Tensor
+from hal.ops import Projection
+from hal_models.qwen3_5.config import Config
+
+if TYPE_CHECKING:
+    import torch
+
+    from hal.batch import Batch
+    from hal.runtime import Runtime
+
+    Pair = tuple[torch.Tensor, torch.Tensor]
+    State = tuple[torch.Tensor, ...]
+
+PAGE_SIZE = 16
+
+
+class Shares:
+    """This rank's share of each size; what does not divide is an error."""
+
+    def __init__(self, cfg: Config, world: int) -> None:
+        self.cfg, self.world = cfg, world
+        self.key_heads = self.of("key heads", cfg.key_heads)
+        self.value_heads = self.of("value heads", cfg.value_heads)
+        self.heads = self.of("attention heads", cfg.heads)
+        self.vocab = self.of("vocabulary", cfg.vocab)
+        self.intermediate = self.of("expert intermediate" if cfg.experts else "intermediate", cfg.intermediate)
+        self.shared = self.of("shared expert intermediate", cfg.shared_intermediate)
+        # ranks beyond the KV heads hold copies of them
+        self.copies = max(1, world // cfg.kv_heads)
+        self.kv_heads = self.of("KV heads", cfg.kv_heads * self.copies)
+
+    def of(self, what: str, count: int) -> int:
+        if count % self.world:
+            raise DivisionError(f"{self.cfg.name}: {what}: {count} over {self.world} ranks leaves {count % self.world}")
+        return count // self.world
+
+
+class GatedDeltaNet:
+    """A linear-attention mixer."""
+
+    def __init__(self, cfg: Config, share: Shares, rt: Runtime, name: str) -> None:
+        form, world = Tensor(cfg.dtype), share.world
+        sizes: dict[str, Any] = {
+            "key_heads": share.key_heads,
+            "value_heads": share.value_heads,
+            "key_head_dim": cfg.key_head_dim,
+            "value_head_dim": cfg.value_head_dim,
+            "conv_width": cfg.conv_width,
+            "dtype": cfg.dtype,
+            "state_dtype": cfg.state_dtype,
+        }
+        key, value = share.key_heads * cfg.key_head_dim, share.value_heads * cfg.value_head_dim
+        out = ops.Linear(columns=value, rows=cfg.hidden, x=form, weight=form, dtype=cfg.dtype, world=world)
+        self.out_proj = rt.bind(out, f"{name}.out_proj", fed=True)
+        self.core = rt.bind_group(
+            name=f"{name}.core",
+            feeds=self.out_proj,
+            prefill=ops.GatedDeltaPrefill(**sizes, eps=cfg.eps),
+            decode=ops.GatedDeltaDecode(**sizes, eps=cfg.eps),
+        )
+        widths = (
+            ("q", key, "qkv"),
+            ("k", key, "qkv"),
+            ("v", value, "qkv"),
+            ("z", value, "z"),
+            ("b", share.value_heads, "b"),
+            ("a", share.value_heads, "a"),
+        )
+        parts = tuple(Projection(part, rows, output, form) for part, rows, output in widths)
+        opens = ops.InProj(hidden=cfg.hidden, parts=parts, dtype=cfg.dtype, eps=cfg.eps, world=world)
+        self.in_proj = rt.bind(opens, f"{name}.in_proj")
+        self.state = self.core
+
+    def __call__(self, partial: torch.Tensor, residual: torch.Tensor, state: State, batch: Batch) -> Pair:
+        projected, residual = self.in_proj(partial, residual)
+        core = getattr(self.core, batch.mode)
+        return self.out_proj(core(projected, state, batch)), residual
+
+
+class Attention:
+    """A full-attention mixer with an output gate."""
+
+    def __init__(self, cfg: Config, share: Shares, rt: Runtime, name: str) -> None:
+        form, world = Tensor(cfg.dtype), share.world
+        pages: dict[str, Any] = {
+            "kv_heads": share.kv_heads,
+            "head_dim": cfg.head_dim,
+            "page_size": PAGE_SIZE,
+            "dtype": cfg.dtype,
+        }
+        width, kv_width = share.heads * cfg.head_dim, share.kv_heads * cfg.head_dim
+        out = ops.Linear(columns=width, rows=cfg.hidden, x=form, weight=form, dtype=cfg.dtype, world=world)
+        self.o_proj = rt.bind(out, f"{name}.o_proj", fed=True)
+        self.core = rt.bind_group(
+            name=f"{name}.core",
+            feeds=self.o_proj,
+            prefill=ops.AttentionPrefill(heads=share.heads, **pages),
+            decode=ops.AttentionDecode(heads=share.heads, **pages),
+            rope=ops.QKNormRope(
+                heads=share.heads,
+                rotary_dim=cfg.rotary_dim,
+                theta=cfg.theta,
+                sections=cfg.sections,
+                eps=cfg.eps,
+                **pages,
+            ),
+        )
+        parts = (
+            Projection("q", 2 * width, "qkv", form),
+            Projection("k", kv_width, "qkv", form, share.copies),
+            Projection("v", kv_width, "qkv", form, share.copies),
+        )
+        opens = ops.NormLinear(hidden=cfg.hidden, parts=parts, dtype=cfg.dtype, eps=cfg.eps, world=world)
+        self.qkv_proj = rt.bind(opens, f"{name}.qkv_proj")
+        self.state = self.core
+
+    def __call__(self, partial: torch.Tensor, residual: torch.Tensor, state: State, batch: Batch) -> Pair:
+        qkv, residual = self.qkv_proj(partial, residual)
+        q, gate = self.core.rope(qkv, state, batch)
+        core = getattr(self.core, batch.mode)
+        return self.o_proj(core(q, gate, state, batch)), residual
+
+
+def feed_forward(cfg: Config, share: Shares) -> ops.GatedMLP | ops.MoE:
+    """The second half of a layer: dense, or experts beside a shared one."""
+    sizes: dict[str, Any] = {
+        "hidden": cfg.hidden,
+        "intermediate": share.intermediate,
+        "dtype": cfg.dtype,
+        "eps": cfg.eps,
+    }
+    if not cfg.experts:
+        return ops.GatedMLP(**sizes, world=share.world)
+    return ops.MoE(**sizes, experts=cfg.experts, top_k=cfg.top_k, shared_intermediate=share.shared, world=share.world)
+
+
+class Layer:
+    """A mixer, then a feed-forward."""
+
+    def __init__(self, cfg: Config, share: Shares, rt: Runtime, index: int) -> None:
+        name = f"layers.{index}"
+        self.mixer: GatedDeltaNet | Attention
+        if cfg.layers[index] == "linear_attention":
+            self.mixer = GatedDeltaNet(cfg, share, rt, f"{name}.linear_attn")
+        else:
+            self.mixer = Attention(cfg, share, rt, f"{name}.self_attn")
+        self.mlp = rt.bind(feed_forward(cfg, share), f"{name}.mlp")
+
+    def __call__(self, partial: torch.Tensor, residual: torch.Tensor, state: State, batch: Batch) -> Pair:
+        return self.mlp(*self.mixer(partial, residual, state, batch))
+
+
+class Qwen35:
+    """The text model. ``new_state`` makes the pools that ``__call__`` is given."""
+
+    def __init__(self, cfg: Config, rt: Runtime) -> None:
+        self.cfg, self.runtime = cfg, rt
+        self.shares = share = Shares(cfg, rt.world)
+        self.embed = rt.bind(ops.Embed(vocab=share.vocab, hidden=cfg.hidden, dtype=cfg.dtype, world=rt.world), "embed")
+        self.layers = [Layer(cfg, share, rt, i) for i in range(len(cfg.layers))]
+        self.head = rt.bind(
+            ops.Head(hidden=cfg.hidden, vocab=share.vocab, dtype=cfg.dtype, eps=cfg.eps, world=rt.world),
+            "head",
+            shares=self.embed if cfg.tied else None,
+        )
+        self.sample = rt.bind(ops.Sample(vocab=cfg.vocab, dtype=cfg.dtype), "sample")
+
+    def new_state(self, slots: int, pages: int) -> list[State]:
+        """A pool for each layer: of sequences for linear attention, of KV pages for full attention."""
+        return [
+            layer.mixer.state.new_state(slots if isinstance(layer.mixer, GatedDeltaNet) else pages)
+            for layer in self.layers
+        ]
+
+    def __call__(self, ids: torch.Tensor, state: list[State], batch: Batch) -> Pair:
+        """The pair (partial, residual) after the last layer, ``[rows, hidden]``; ``head`` takes it."""
+        partial, residual = self.embed(ids)
+        for layer, pools in zip(self.layers, state, strict=True):
+            partial, residual = layer(partial, residual, pools, batch)
+        return partial, residual

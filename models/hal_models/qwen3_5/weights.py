@@ -1,0 +1,233 @@
+"""Where each tensor of a checkpoint goes: names of files to parts of storages, sliced for this rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hal.errors import CheckpointError, StorageError
+from hal.layout import Param
+from hal_models.files import Files
+from hal_models.qwen3_5.model import Attention, GatedDeltaNet, Qwen35
+
+if TYPE_CHECKING:
+    from hal.runtime import Group
+
+PREFIXES = ("model.language_model.", "language_model.model.", "model.")
+HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+SKIPPED = {
+    "the draft head": r"(model\.|language_model\.|model\.language_model\.)?mtp\.",
+    "the vision tower": r"(model\.)?visual\.",
+    "rotary frequencies, which are computed": r".*rotary_emb\.inv_freq$",
+    "scales of an input that is not quantized here": r".*\.input_scale$",
+}
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Parts of a group's storages that one tensor of a file fills, one after the other on its first axis."""
+
+    group: Group
+    parts: tuple[str, ...]
+    at: int | None = None  # an entry of the part's first axis (an expert)
+    section: int | None = None  # a section of the part's shard axis
+
+    def params(self) -> list[Param]:
+        found = {p.name: p for op in self.group.members.values() for p in op.params()}
+        return [found[name] for name in self.parts]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What became of the tensors: how many were used, and which were skipped, by reason."""
+
+    used: int
+    skipped: dict[str, list[str]]
+
+
+def load(model: Qwen35, folder: Path, progress: Progress | None = None) -> Loaded:
+    """Fill and seal the model's storages, a tensor at a time.
+
+    Errors: CheckpointError for files and tensors that do not fit, and for tensors that nothing
+    takes; HalError listing parameters that nothing fills.
+    """
+    with Files(folder) as files:
+        prefix = _prefix(files, folder)
+        wanted = targets(model, files, prefix)
+        used: list[str] = []
+        left: list[str] = []
+        skipped: dict[str, list[str]] = {}
+        for name in files:
+            why = next((why for why, pattern in SKIPPED.items() if re.match(pattern, name)), None)
+            if name in wanted:
+                used.append(name)
+            elif why:
+                skipped.setdefault(why, []).append(name)
+            elif model.cfg.tied and name in HEADS:
+                _same(files, name, f"{prefix}embed_tokens.weight", folder)
+                skipped.setdefault("the head, which is tied and says the same", []).append(name)
+            else:
+                left.append(name)
+        missing = sorted(set(wanted) - set(files))
+        if missing or left:
+            raise CheckpointError(
+                f"{folder}: " + "; ".join(
+                    f"{what}: {', '.join(names[:20])}{f' and {len(names) - 20} more' if len(names) > 20 else ''}"
+                    for what, names in (("tensors missing", missing), ("tensors that nothing takes", left))
+                    if names
+                )
+            )  # fmt: skip
+        for count, name in enumerate(used):
+            if progress:
+                progress(count, len(used), name)
+            _put(model, files, name, wanted[name])
+        if progress:
+            progress(len(used), len(used), "")
+    model.runtime.seal()
+    return Loaded(len(used), skipped)
+
+
+def _prefix(files: Files, folder: Path) -> str:
+    found = [prefix for prefix in PREFIXES if f"{prefix}embed_tokens.weight" in files]
+    if len(found) != 1:
+        shown = " and ".join(found) or "none"
+        raise CheckpointError(f"{folder}: expected embed_tokens.weight under one of {', '.join(PREFIXES)}; got {shown}")
+    return found[0]
+
+
+def targets(model: Qwen35, files: Files, prefix: str) -> dict[str, Target]:
+    """Target of each tensor, by its name."""
+    group = model.runtime.group_of
+    found = {
+        f"{prefix}embed_tokens.weight": Target(group(model.embed), ("weight",)),
+        f"{prefix}norm.weight": Target(group(model.head), ("norm",)),
+    }
+    for index, layer in enumerate(model.layers):
+        name = f"{prefix}layers.{index}."
+        mixer = layer.mixer
+        names = _linear(mixer, group) if isinstance(mixer, GatedDeltaNet) else _attention(mixer, group)
+        found |= {name + key: target for key, target in names}
+        mlp = group(layer.mlp)
+        found[f"{name}post_attention_layernorm.weight"] = Target(mlp, ("norm",))
+        fused = f"{name}mlp.experts.gate_up_proj" in files
+        names = _experts(mlp, model.cfg.experts, fused) if model.cfg.experts else _dense(mlp)
+        found |= {f"{name}mlp.{key}": target for key, target in names}
+    if not model.cfg.tied:
+        heads = [name for name in HEADS if name in files] or [HEADS[0]]
+        found |= {name: Target(group(model.head), ("weight",)) for name in heads}
+    return found
+
+
+Names = Iterator[tuple[str, Target]]
+
+
+def _linear(mixer: GatedDeltaNet, group: Callable[[Any], Group]) -> Names:
+    opens, core = group(mixer.in_proj), mixer.core
+    yield "input_layernorm.weight", Target(opens, ("norm",))
+    yield "linear_attn.in_proj_qkv.weight", Target(opens, ("q", "k", "v"))
+    for part in ("z", "b", "a"):
+        yield f"linear_attn.in_proj_{part}.weight", Target(opens, (part,))
+    yield "linear_attn.conv1d.weight", Target(core, ("conv_q", "conv_k", "conv_v"))
+    yield "linear_attn.A_log", Target(core, ("A_log",))
+    yield "linear_attn.dt_bias", Target(core, ("dt_bias",))
+    yield "linear_attn.norm.weight", Target(core, ("norm",))
+    yield "linear_attn.out_proj.weight", Target(group(mixer.out_proj), ("weight",))
+
+
+def _attention(mixer: Attention, group: Callable[[Any], Group]) -> Names:
+    opens = group(mixer.qkv_proj)
+    yield "input_layernorm.weight", Target(opens, ("norm",))
+    for part in ("q", "k", "v"):
+        yield f"self_attn.{part}_proj.weight", Target(opens, (part,))
+    for part in ("q_norm", "k_norm"):
+        yield f"self_attn.{part}.weight", Target(mixer.core, (part,))
+    yield "self_attn.o_proj.weight", Target(group(mixer.o_proj), ("weight",))
+
+
+def _dense(mlp: Group) -> Names:
+    for part in ("gate", "up", "down"):
+        yield f"{part}_proj.weight", Target(mlp, (part,))
+
+
+def _experts(mlp: Group, experts: int, fused: bool) -> Names:
+    yield "gate.weight", Target(mlp, ("router",))
+    yield "shared_expert_gate.weight", Target(mlp, ("shared_sigmoid",))
+    for part in ("gate", "up", "down"):
+        yield f"shared_expert.{part}_proj.weight", Target(mlp, (f"shared_{part}",))
+    if fused:
+        yield "experts.gate_up_proj", Target(mlp, ("experts_gate_up",))
+        yield "experts.down_proj", Target(mlp, ("experts_down",))
+        return
+    for e in range(experts):
+        yield f"experts.{e}.gate_proj.weight", Target(mlp, ("experts_gate_up",), e, 0)
+        yield f"experts.{e}.up_proj.weight", Target(mlp, ("experts_gate_up",), e, 1)
+        yield f"experts.{e}.down_proj.weight", Target(mlp, ("experts_down",), e)
+
+
+def _same(files: Files, name: str, other: str, folder: Path) -> None:
+    import torch
+
+    if files.shape(name) != files.shape(other) or not torch.equal(files.read(name), files.read(other)):
+        raise CheckpointError(f"{folder}: {name} differs from {other}, and tie_word_embeddings is true")
+
+
+def _put(model: Qwen35, files: Files, name: str, target: Target) -> None:
+    rank, world = model.runtime.rank, model.runtime.world
+    params = target.params()
+    shape = files.shape(name)
+    # a convolution is written [channels, 1, width] or [channels, width]
+    flat = (shape[0], shape[2]) if len(shape) == 3 and shape[1] == 1 and len(params[0].shape) == 2 else shape
+    whole = [_whole(p, target, world) for p in params]
+    expected = (sum(s[0] for s in whole), *whole[0][1:])
+    if flat != expected:
+        raise CheckpointError(f"{files.folder}: {name}: expected {list(expected)}, got {list(shape)}")
+    row = 0
+    for param, size in zip(params, whole, strict=True):
+        for cut, at in _slices(param, target, size, rank, world):
+            lead = slice(row + (cut[0].start or 0), row + (size[0] if cut[0].stop is None else cut[0].stop))
+            cut = (lead, *cut[1:])
+            if len(shape) == 3 and flat != shape:
+                cut = (lead, slice(None), *cut[1:])
+            tensor = files.read(name, *cut)
+            try:
+                storage = target.group.storages[param.memory]
+                storage.put(param.name, tensor.reshape(tensor.shape[0], -1) if flat != shape else tensor, at)
+            except StorageError as error:
+                raise CheckpointError(f"{files.folder}: {name}: {error}") from None
+        row += size[0]
+
+
+def _whole(param: Param, target: Target, world: int) -> tuple[int, ...]:
+    """The shape of a parameter before the split over ranks, as a file holds it."""
+    shape = list(param.shape)
+    if param.shard is not None:
+        if target.section is not None:
+            shape[param.shard] = param.sections[target.section]
+        shape[param.shard] = shape[param.shard] * world // param.copies
+    return tuple(shape[1:] if target.at is not None else shape)
+
+
+def _slices(
+    param: Param, target: Target, whole: tuple[int, ...], rank: int, world: int
+) -> Iterator[tuple[tuple[slice, ...], tuple[int, ...]]]:
+    """This rank's pieces: where each lies in the file's tensor, and in the part."""
+    lead = 0 if target.at is None else 1
+    first: tuple[int, ...] = () if target.at is None else (target.at,)
+    if param.shard is None:
+        yield (slice(None),) * len(whole), first
+        return
+    axis, mine, ranks = param.shard - lead, rank // param.copies, world // param.copies
+    sizes = param.sections or (param.shape[param.shard],)
+    start = 0
+    for index, size in enumerate(sizes):
+        if target.section in (None, index):
+            cut = [slice(None)] * len(whole)
+            cut[axis] = slice(start + mine * size, start + (mine + 1) * size)
+            place = [0] * (axis + 1)
+            place[axis] = sum(sizes[:index])
+            yield tuple(cut), (*first, *place)
+            start += size * ranks
