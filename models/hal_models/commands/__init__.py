@@ -1,0 +1,1 @@
+"""The command line's verbs for checkpoints: generate, accuracy, demo."""
