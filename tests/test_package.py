@@ -35,7 +35,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
         "hal_rocm",
         "hal_models",
     }
-    for package in ("hal", "hal_torch", "hal_cuda", "hal_rocm", "hal_models"):
+    for package in ("hal", "hal_torch", "hal_triton", "hal_cuda", "hal_rocm", "hal_models"):
         assert f"{package}/py.typed" in names
     for path in ("hal/devices", "hal/stacks"):
         shipped = {f"{path}/{p.name}" for p in (ROOT / path).glob("*.json")}

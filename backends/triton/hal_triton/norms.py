@@ -1,0 +1,45 @@
+"""Declarations: norms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from hal.device import Device
+from hal.formats import STATIC_FP8, Format, Tensor
+from hal.kernel import Kernel, Tier, kernel
+from hal.ops import AddRMSNorm, RMSNorm
+from hal.requirement import Reason
+from hal_triton.needs import TRITON, next_power_of_2
+
+CODE = "hal_triton.code.norms"
+WIDEST = 16384  # a row is one program's registers
+
+
+class _RowNorm(Kernel[Any]):
+    tier: ClassVar[Tier] = "portable"
+    needs = TRITON
+
+    def refuses(self, op: Any, device: Device) -> Reason | None:
+        if op.world > 1:
+            return Reason("rank", f"reduces over no ranks; world is {op.world}")
+        if op.hidden > WIDEST:
+            return Reason("op", f"needs rows of at most {WIDEST}; hidden is {op.hidden}")
+        return None
+
+    def makes(self, op: Any) -> tuple[Format, ...]:
+        return (Tensor(op.dtype), STATIC_FP8)
+
+    def settings(self, op: Any, device: Device) -> Mapping[str, Any]:
+        block = next_power_of_2(op.hidden)
+        return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}
+
+
+@kernel("triton.rms_norm", code=f"{CODE}:rms_norm")
+class TritonRMSNorm(_RowNorm, Kernel[RMSNorm]):
+    """A program a row, one pass; writes its dtype or static fp8."""
+
+
+@kernel("triton.add_rms_norm", code=f"{CODE}:add_rms_norm")
+class TritonAddRMSNorm(_RowNorm, Kernel[AddRMSNorm]):
+    """A program a row: add, round, norm in one pass; writes its dtype or static fp8."""

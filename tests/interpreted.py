@@ -1,0 +1,84 @@
+"""Verify kernels under Triton's interpreter: ``python tests/interpreted.py DEVICE OP KERNEL``, verdicts as JSON.
+
+The interpreter is chosen when kernels are defined, so it needs a process of its own. It truncates
+float32 to bfloat16 and miscodes fp8; its conversion is replaced by torch's, and the check of that
+over all codes and ties comes first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+import triton.runtime.interpreter as interpreter
+
+KINDS = {"bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn, "fp8e4b8": torch.float8_e4m3fnuz}
+
+
+def _torch_kind(kind: Any) -> torch.dtype | None:
+    return KINDS.get(str(kind))
+
+
+def install() -> None:
+    """Replace the interpreter's float conversion; raises where the hook is gone."""
+    given = interpreter._convert_float
+
+    def convert(value: Any, source: Any, target: Any, rounding: Any) -> Any:
+        narrow, wide = _torch_kind(target), _torch_kind(source)
+        if narrow is not None and str(source) == "fp32":
+            made = torch.from_numpy(np.ascontiguousarray(value).view(np.float32)).to(narrow)
+            raw = made.view(torch.int16 if narrow == torch.bfloat16 else torch.uint8).numpy()
+            return raw.view(np.uint16) if narrow == torch.bfloat16 else raw
+        if wide is not None and str(target) == "fp32":
+            bits = np.ascontiguousarray(value)
+            held = torch.from_numpy(bits.view(np.int16 if wide == torch.bfloat16 else np.uint8)).view(wide)
+            return held.float().numpy().view(np.uint32)
+        return given(value, source, target, rounding)
+
+    interpreter._convert_float = convert
+
+
+def check() -> None:
+    """The conversion is the one installed: every code back and forth, every tie to even."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def cast(source, target, N: tl.constexpr):  # type: ignore[no-untyped-def]
+        at = tl.arange(0, N)
+        tl.store(target + at, tl.load(source + at).to(target.dtype.element_ty))
+
+    for kind, bits in ((torch.bfloat16, torch.int16), (torch.float8_e4m3fn, torch.uint8)):
+        codes = (
+            torch.arange(65536).to(torch.int32).to(torch.int16) if bits == torch.int16 else torch.arange(256).to(bits)
+        )
+        values = codes.view(kind).float()
+        ties = (values[:-1] + values[1:]) / 2
+        for x in (values, torch.cat([ties, ties[-1:]])):
+            x = torch.where(torch.isfinite(x), x, 0.0)
+            got = torch.empty(x.shape, dtype=kind)
+            cast[(1,)](x, got, N=x.numel())
+            if not torch.equal(got.view(bits), x.to(kind).view(bits)):
+                raise SystemExit(f"the interpreter's conversion to {kind} is not torch's: the hook is gone")
+
+
+def main(device: str, op: str, kernel: str) -> None:
+    import hal
+    from hal.conformance import verify_kernel
+
+    torch.set_num_threads(1)
+    install()
+    check()
+    runtime = hal.Runtime(hal.load_device(device), hal.Policy(), place="cpu")
+    verdicts = verify_kernel(runtime, hal.ops.op_class(op), kernel)
+    print(json.dumps([[v.case, v.status, v.detail] for v in verdicts]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
