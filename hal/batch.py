@@ -23,6 +23,7 @@ class Host:
     contexts: tuple[int, ...]
     slots: tuple[int, ...]
     accepted: tuple[int, ...]
+    greedy: bool = True
 
     @property
     def tokens(self) -> int:
@@ -124,7 +125,8 @@ def make_batch(
     for name, given in (("contexts", contexts), ("slots", slots)):
         if len(given) != count:
             raise HalError(f"batch: {name} has {len(given)} entries for {count} sequences")
-    host = Host(tuple(lengths), tuple(contexts), tuple(slots), tuple(accepted) or (0,) * count)
+    greedy = all(s.temperature == 0 for s in sampling)
+    host = Host(tuple(lengths), tuple(contexts), tuple(slots), tuple(accepted) or (0,) * count, greedy)
     table = [list(row) for row in pages] or [[] for _ in lengths]
     cells: list[int] = []
     for length, context, slot, row in zip(lengths, contexts, slots, table, strict=True):

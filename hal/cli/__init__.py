@@ -66,7 +66,8 @@ def _of_families(asked: str | None) -> list[Command]:
     from hal.family import families
 
     found, broken = families()
-    commands = [command for family in found for command in family.commands]
+    ours = {name for name, *_ in COMMANDS}
+    commands = [command for family in found for command in family.commands if command[0] not in ours]
     if asked and broken and asked not in {name for name, *_ in commands}:
         listed = "; ".join(f"family {b.name}: {b.error}" for b in broken)
         raise HalError(f"unknown command {asked!r}; it may be one of a family that failed to import: {listed}")
@@ -78,6 +79,6 @@ def _load(verb: str, target: str) -> Callable[..., Any]:
 
     try:
         loaded: Callable[..., Any] = load_target(target)
-    except ImportError as error:
+    except Exception as error:
         raise HalError(f"{verb}: {target} cannot be imported: {said(error)}") from error
     return loaded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -15,7 +16,7 @@ def parse(text: str) -> tuple[str, str]:
     """``FIELD=VALUE`` as a pair, for argparse."""
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise ValueError(text)
+        raise ArgumentTypeError(f"is FIELD=VALUE, got {text!r}")
     return name.strip(), value.strip()
 
 
@@ -59,12 +60,14 @@ def _value(op: Op[..., Any], name: str, text: str) -> Any:
 
 
 def _format(text: str) -> Format:
-    """``bfloat16``, or narrow elements with their scale: ``float8_e4m3fn static``, ``... dynamic``."""
+    """``bfloat16``; narrow elements have a scale, a static one unless said: ``float8_e4m3fn dynamic``."""
     name, _, scale = text.partition(" ")
-    dtype(name)
-    if not scale:
+    kind = dtype(name)
+    if kind.bits > 8 or kind.limit is None:
+        if scale:
+            raise ValueError(text)
         return Tensor(name)
-    if scale == "static":
+    if scale in ("", "static"):
         return replace(STATIC_FP8, value=name)
     if scale == "dynamic":
         return Quantized(name, Scale("token"))

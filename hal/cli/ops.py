@@ -78,6 +78,7 @@ def one(op: type[Op[..., Any]], registry: Registry) -> dict[str, Any]:
         ],
         "example": {
             "case": case.name,
+            "text": str(case.op),
             "problem": {f.name: plain(getattr(case.op, f.name)) for f in fields(op)},
             "args": [str(a) for a in signature.args],
             "results": [str(r) for r in signature.results],
@@ -119,13 +120,13 @@ def _print_one(data: dict[str, Any]) -> None:
     print_table(
         ("field", "type", "default"), [(f["name"], f["type"], f.get("default", "required")) for f in data["fields"]]
     )
-    print(f"\nexample, case {example['case']!r}: " + ", ".join(f"{k}={v}" for k, v in example["problem"].items()))
+    print(f"\nexample, case {example['case']!r}: {example['text']}")
     rows = [("takes", text) for text in example["args"]]
     rows += [("takes", name) for name in ("state", "batch") if example[name]]
     rows += [("gives", text) for text in example["results"]]
     rows += [("parameter", f"{p['name']}: {p['dtype']} {list(p['shape'])}") for p in example["params"]]
     rows += [("state", f"{s['name']}: {s['dtype']} {list(s['shape'])}") for s in example["states"]]
-    print_table(("", ""), rows, 2)
+    print_table(("what", "of the example"), rows, 2)
     print()
     shown = [(k["kernel"], k["tier"], ", ".join(k["needs"]), k["code"]) for k in data["kernels"]]
     print_table(("kernel", "tier", "needs", "code"), shown)

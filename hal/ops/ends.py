@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from hal.formats import Tensor
@@ -154,6 +154,7 @@ class Sample(Op[["torch.Tensor", "Batch"], "torch.Tensor"]):
         if variant == "ties":
             problem.args["logits"].zero_()
             return
+        batch.host = replace(batch.host, greedy=False)
         batch.temperature.copy_(torch.tensor([0.0, 1.0, 0.7, 2.0]))
         batch.top_p.copy_(torch.tensor([1.0, 1.0, 0.8, 0.5]))
         batch.top_k.copy_(torch.tensor([0, 0, 5, 20], dtype=torch.int32))

@@ -102,6 +102,8 @@ def sample(site: Site) -> Call:
     def run(logits: Tensor, batch: Batch) -> Tensor:
         if logits.shape[0] == 0:
             return batch.slots.new_zeros(0, dtype=torch.int64)
+        if batch.host.greedy:
+            return logits.argmax(-1)  # of equal logits the first
         # stable: of equal logits the lower id comes first
         ordered, ids = logits.float().sort(dim=-1, descending=True, stable=True)
         heat = batch.temperature[:, None]

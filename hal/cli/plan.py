@@ -1,0 +1,109 @@
+"""``hal plan``: every choice of a whole model on a device, what it costs, what fell back."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from hal.cli.bytes import sizes
+from hal.cli.common import add_device, add_json, device_line, positive, resolving_runtime
+from hal.cli.models import build
+from hal.cli.show import print_json, print_table
+from hal.errors import UnknownName
+from hal.report import Line, lines, size
+from hal.runtime import Runtime
+
+SCHEMA = "hal.plan/1"
+SCHEMES = ("bf16",)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL|FOLDER", help="a published name or a checkpoint's folder")
+    parser.add_argument("--tp", type=positive, default=1, metavar="N", help="ranks of tensor parallelism")
+    parser.add_argument("--scheme", default="bf16", metavar="S", help="how weights are quantized; only bf16 so far")
+    add_device(parser)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.scheme not in SCHEMES:
+        raise UnknownName("scheme", args.scheme, SCHEMES)
+    runtime = resolving_runtime(args)
+    build(args.model, runtime)
+    data = plan_json(args.model, runtime)
+    print_json(data) if args.json else _print(runtime, data)
+    return 0
+
+
+def plan_json(model: str, runtime: Runtime) -> dict[str, Any]:
+    """The whole plan: schema ``hal.plan/1``."""
+    found, costs = lines(runtime), sizes(runtime)
+    return {
+        "schema": SCHEMA,
+        "model": model,
+        "device": runtime.device.label,
+        "stack": runtime.device.stack,
+        "policy": runtime.policy.source,
+        "world": runtime.world,
+        "lines": [_line(line) for line in found],
+        "parameter_bytes": costs.parameters,
+        "state_bytes_per_slot": costs.per_slot,
+        "kv_bytes_per_token": costs.per_token,
+        "conversions": [
+            {"site": line.site, "sites": len(line.sites), "kernel": kernel, "bytes_per_row": each}
+            for line in found
+            for kernel, each in line.moves()
+        ],
+        "broken": [{"backend": b.name, "error": b.error} for b in runtime.registry.broken],
+        "refused": _refused(found, {f"backend {b.name}" for b in runtime.registry.broken}),
+    }
+
+
+def _line(line: Line) -> dict[str, Any]:
+    return {
+        "site": line.site,
+        "sites": list(line.sites),
+        "op": line.choice.op.title(),
+        "pieces": [{"rows": list(p.rows), "chosen": p.kernel.name} for p in line.choice.pieces],
+        "layouts": {name: str(layout) for name, layout in line.choice.layouts.items()},
+        "formats": line.edges(),
+        "fell_back": line.choice.fell_back,
+    }
+
+
+def _refused(found: list[Line], broken: set[str]) -> int:
+    """Kernels that serve an op of the model by name and were refused at some site, parts included."""
+    return len(
+        {
+            (choice.op.title(), candidate.kernel)
+            for line in found
+            for _, choice in line.choice.walk()
+            for candidate in choice.candidates
+            if candidate.status == "refused" and candidate.kernel not in broken
+        }
+    )
+
+
+def _print(runtime: Runtime, data: dict[str, Any]) -> None:
+    print(f"{data['model']}: {device_line(runtime)}")
+    rows = []
+    for line in lines(runtime):
+        extra = "; ".join(text for text in (line.layouts(), line.edges()) if text)
+        rows.append((_name(line.site, len(line.sites)), line.choice.op.title(), line.kernels(), extra))
+    print_table(("sites", "op", "kernel", "layouts and formats"), rows)
+    print(f"\nparameters: {size(data['parameter_bytes'])} a rank ({data['parameter_bytes']} bytes)")
+    print(f"state: {size(data['state_bytes_per_slot'])} a slot, {size(data['kv_bytes_per_token'])} a token of KV")
+    for move in data["conversions"]:
+        print(f"converts: {_name(move['site'], move['sites'])}: {move['kernel']}, {size(move['bytes_per_row'])} a row")
+    fallen = [line for line in data["lines"] if line["fell_back"]]
+    for line in fallen:
+        print(f"fell back: {_name(line['site'], len(line['sites']))}: {line['fell_back']}")
+    for lost in data["broken"]:
+        print(f"backend {lost['backend']} is broken: {lost['error']}")
+    print(f"kernels refused: {data['refused']}; hal explain OP says why")
+    if not fallen:
+        print("nothing fell back")
+
+
+def _name(site: str, count: int) -> str:
+    return f"{site} x{count}" if count > 1 else site
