@@ -15,12 +15,15 @@ class Backend:
     """What an entry point of ``hal.backends`` gives.
 
     ``declarations`` are modules that declare kernels and import nothing but ``hal``;
-    ``probe`` is ``module:function``, a function without arguments that gives facts.
+    ``probe`` is ``module:function``, a function without arguments that gives facts; ``capture``,
+    ``module:function`` from a callable to (replay, its result), for devices whose vendor has this
+    backend's name.
     """
 
     name: str
     declarations: tuple[str, ...] = ()
     probe: str | None = None
+    capture: str | None = None
 
 
 @dataclass(frozen=True)

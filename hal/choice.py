@@ -45,6 +45,11 @@ class Piece:
         """Launches of its own and of its parts, at the most."""
         return self.kernel.launches + sum(max(p.launches for p in part.pieces) for part in self.parts.values())
 
+    @cached_property
+    def captures(self) -> bool:
+        """Whether a graph may hold it and all its parts."""
+        return self.kernel.captures and all(p.captures for part in self.parts.values() for p in part.pieces)
+
     def numerics(self, op: Op[..., Any]) -> Numerics:
         """The loosest of its own and its parts', whose results are rounded on the way."""
         found = self.kernel.numerics(op)

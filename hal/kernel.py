@@ -74,7 +74,9 @@ class Kernel(Generic[O]):
 
     ``op``: the class served, read off ``Kernel[InProj]``. ``layouts``: per memory, what it can
     read, the preferred one first; memory not named lies in its default. ``takes`` and
-    ``makes``: the formats of a fed input and of the output. Methods get facts only, never tensors.
+    ``makes``: the formats of a fed input and of the output. ``captures``: a graph may hold it, for
+    it neither waits for the device nor depends on the host's numbers. Methods get facts only,
+    never tensors.
     """
 
     name: ClassVar[str]
@@ -84,6 +86,7 @@ class Kernel(Generic[O]):
     needs: ClassVar[tuple[Requirement, ...]] = ()
     layouts: ClassVar[Mapping[str, tuple[Layout, ...]]] = {}
     launches: ClassVar[int] = 1
+    captures: ClassVar[bool] = True
 
     def refuses(self, op: O, device: Device) -> Reason | None:
         """Why this problem is not for this kernel, or nothing."""

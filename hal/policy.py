@@ -189,4 +189,6 @@ def _read(path: Path) -> dict[str, Any]:
             raise UnknownName(f"setting in {path}", key, kinds)
         if not isinstance(value, kinds[key]):
             raise PolicyError(f"{path}: {key} is a {kinds[key].__name__}, got {value!r}")
+        if isinstance(value, list) and not all(isinstance(rule, str) for rule in value):
+            raise PolicyError(f"{path}: {key} is a list of rules as text, got {value!r}")
     return settings

@@ -81,7 +81,24 @@ class Resolver:
             ideal = self._remembered(tuple(ops), replace(ask, ideal=True))
         except HalError:
             return found
-        return tuple(_with_fallback(have, best) for have, best in zip(found, ideal, strict=True))
+        return tuple(self._with_fallback(have, best) for have, best in zip(found, ideal, strict=True))
+
+    def _with_fallback(self, have: Choice, best: Choice) -> Choice:
+        """What runs, with what would run if all software were there and what is missing for it."""
+        if have.shape() == best.shape():
+            return have
+        missing = []
+        names = {piece.kernel.name for piece in have.pieces}
+        refused = {c.kernel: c.reason for c in have.candidates}
+        for piece in best.pieces:
+            if piece.kernel.name not in names:
+                # the layout that was chosen without it may stand in its way too
+                reason = self._software(piece.kernel, best.op) or refused.get(piece.kernel.name, "")
+                missing.append(f"rows {rows_text(piece.rows)}: {piece.kernel.name} ({reason})")
+        if not missing:
+            moved = [f"{n} {best.layouts[n]}" for n in have.layouts if have.layouts[n] != best.layouts[n]]
+            missing.append("the same kernels" + (f" on {', '.join(moved)}" if moved else " with other parts"))
+        return replace(have, fell_back="with all software met would run " + "; ".join(missing))
 
     def _remembered(self, ops: tuple[AnyOp, ...], ask: _Ask) -> tuple[Choice, ...]:
         key = (ops, ask)
@@ -402,18 +419,3 @@ def _candidate(judged: Judged, winners: set[str], first: Key) -> Candidate:
         "",
         f"tier {piece.tier}, {piece.launches} launches; {first[-1]} ranks before it",
     )
-
-
-def _with_fallback(have: Choice, best: Choice) -> Choice:
-    if have.shape() == best.shape():
-        return have
-    missing = []
-    names = {piece.kernel.name for piece in have.pieces}
-    for piece in best.pieces:
-        if piece.kernel.name not in names:
-            reason = next((c.reason for c in have.candidates if c.kernel == piece.kernel.name), "")
-            missing.append(f"rows {rows_text(piece.rows)}: {piece.kernel.name} ({reason})")
-    if not missing:
-        moved = [f"{n} {best.layouts[n]}" for n in have.layouts if have.layouts[n] != best.layouts[n]]
-        missing.append("the same kernels" + (f" on {', '.join(moved)}" if moved else " with other parts"))
-    return replace(have, fell_back="with all software met would run " + "; ".join(missing))

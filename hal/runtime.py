@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar
 
-from hal.backend import said
+from hal.backend import load_target, said
 from hal.choice import Choice, Piece, rows_text
 from hal.errors import BindError, HalError, PolicyError
 from hal.kernel import Site
@@ -304,6 +304,36 @@ class Runtime:
         for key, plan in self._plans.get(batch.mode, {}).items():
             batch.plans[key] = plan(batch)
         return batch
+
+    def uncaptured(self, rows: int) -> list[str]:
+        """Ops of a decode step of so many rows that no graph may hold, with their kernels."""
+        return [
+            f"{group.name}.{member}: {piece.kernel.name}"
+            for group in self.groups
+            for member, choice in group.choices.items()
+            if choice.op.mode != "prefill" and not (piece := choice.at(rows)).captures
+        ]
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether a backend captures graphs on this device."""
+        return self._capture is not None
+
+    @property
+    def _capture(self) -> str | None:
+        found = [b.capture for b in self.registry.backends if b.name == self.device.value("vendor")]
+        return next(iter(found), None)
+
+    def capture(self, work: Callable[[], R]) -> tuple[Callable[[], None], R]:
+        """Record what ``work`` launches: a callable that replays it, and its result at fixed addresses.
+
+        ``work`` must have run before, so that every kernel is compiled. Errors: BindError where
+        no backend captures on this device.
+        """
+        if self._capture is None:
+            raise BindError(f"no backend captures graphs on {self.device.label} ({self.device.value('vendor')})")
+        captured: tuple[Callable[[], None], R] = load_target(self._capture)(work)
+        return captured
 
     def seal(self) -> None:
         """The loader is done: every storage is filled, every fed op is fed, all ranks chose alike."""

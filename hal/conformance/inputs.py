@@ -81,8 +81,9 @@ def make(case: Case, seed: int = 0) -> Inputs:
     for state in op.states():
         if isinstance(state.canonical, Shift):
             for slot, length in enumerate(lengths):
-                # what lies before a sequence's start is zero
-                states[state.name][slot, :, : max(0, state.shape[1] - length)] = 0.0
+                # what lies before a sequence's start is zero, once it has begun; before, anything
+                if length:
+                    states[state.name][slot, :, : max(0, state.shape[1] - length)] = 0.0
     return Inputs(case, problem, scales, slots, lengths)
 
 
@@ -133,8 +134,6 @@ def _argument(arg: Arg, inputs: Inputs, place: str, strided: bool) -> Any:
     # a view into a wider buffer of NaN: what is read beside it shows
     padded = [size + 8 if axis - 1 in arg.free else size for axis, size in enumerate(tensor.shape)]
     wide = torch.full(padded, float("nan"), dtype=tensor.dtype, device=place)
-    view = wide[
-        tuple(slice(4, 4 + s) if p != s else slice(None) for s, p in zip(tensor.shape, padded, strict=True))
-    ]
+    view = wide[tuple(slice(4, 4 + s) if p != s else slice(None) for s, p in zip(tensor.shape, padded, strict=True))]
     view.copy_(tensor)
     return view

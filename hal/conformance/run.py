@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from hal.backend import said
 from hal.conformance.inputs import Inputs, arguments, make
 from hal.errors import HalError
 from hal.formats import Encoded, Quantized
@@ -56,12 +57,16 @@ def verify_kernel(runtime: Runtime, op: type[Op[..., Any]], kernel: str, strided
         try:
             choice = forced.bind(case.op, case.name).choice
             if choice.at(case.rows).kernel.name != kernel:
-                yield Verdict(op.title(), kernel, case.name, "refused", f"takes other rows than {case.rows}")
+                reason = next((c.reason for c in choice.candidates if c.kernel == kernel), "")
+                yield Verdict(op.title(), kernel, case.name, "refused", reason or f"takes other rows than {case.rows}")
                 continue
         except HalError as error:
             yield Verdict(op.title(), kernel, case.name, "refused", str(error).splitlines()[0])
             continue
-        problems = [p for s in {False, strided} for p in _run(forced, case, s)]
+        try:
+            problems = [p for s in {False, strided} for p in _run(forced, case, s)]
+        except Exception as error:  # noqa: BLE001 - whatever a kernel raises is its verdict
+            problems = [f"raised {said(error)}"]
         yield Verdict(op.title(), kernel, case.name, "failed" if problems else "passed", "; ".join(problems))
 
 
@@ -130,7 +135,7 @@ def _poison(place: str) -> None:
     import torch
 
     for size in (64, 1024, 16384, 262144):
-        torch.full((size,), 0x7F, dtype=torch.uint8, device=place)
+        torch.full((size,), 0xFF, dtype=torch.uint8, device=place)
 
 
 def _flat(value: Any) -> list[Any]:

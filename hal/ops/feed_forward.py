@@ -105,9 +105,7 @@ class MoE(_FeedForward):
         """Only the experts touched: at most ``rows * top_k`` of them."""
         total = super().traffic(rows)
         idle = self.experts - min(self.experts, rows * self.top_k)
-        return Traffic(
-            total.bytes - idle * Tensor(self.dtype).nbytes(3 * self.hidden * self.intermediate), total.flops
-        )
+        return Traffic(total.bytes - idle * Tensor(self.dtype).nbytes(3 * self.hidden * self.intermediate), total.flops)
 
     def reference(self, problem: Problem) -> Outcome:
         p = problem.params

@@ -59,8 +59,7 @@ class DeltaSizes:
         """The convolution's weight ``[channels, width]``, in its three parts."""
         parts = (("conv_q", self.key_dim), ("conv_k", self.key_dim), ("conv_v", self.value_dim))
         return tuple(
-            Param(name, (rows, self.conv_width), self.dtype, "conv_weight", 0, init=(0.0, 0.5))
-            for name, rows in parts
+            Param(name, (rows, self.conv_width), self.dtype, "conv_weight", 0, init=(0.0, 0.5)) for name, rows in parts
         )
 
     def gate_params(self) -> tuple[Param, ...]:
@@ -110,9 +109,7 @@ class DeltaSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _GatedDelta(
-    DeltaSizes, Op[["tuple[torch.Tensor, ...]", "tuple[torch.Tensor, ...]", "Batch"], "torch.Tensor"]
-):
+class _GatedDelta(DeltaSizes, Op[["tuple[torch.Tensor, ...]", "tuple[torch.Tensor, ...]", "Batch"], "torch.Tensor"]):
     eps: float = 1e-6
     out: Format = BF16
     coarse: ClassVar[bool] = True

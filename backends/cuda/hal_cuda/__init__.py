@@ -1,5 +1,10 @@
-"""NVIDIA: what CUDA's tools say of a device."""
+"""NVIDIA: cuBLAS, graphs, and what CUDA's tools say of a device."""
 
 from hal.backend import Backend
 
-backend = Backend("cuda", probe="hal_cuda.probe:probe")
+backend = Backend(
+    "cuda",
+    declarations=("hal_cuda.linear",),
+    probe="hal_cuda.probe:probe",
+    capture="hal_triton.graphs:capture",
+)

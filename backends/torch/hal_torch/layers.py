@@ -37,4 +37,5 @@ class GatheredMoE(_MoE, Kernel[MoE]):
 class ExpertMoE(_MoE, Kernel[MoE]):
     """Expert by expert over the rows that chose it; reads the routing on the host."""
 
+    captures = False
     launches = 40

@@ -30,6 +30,7 @@ class Prefill(Kernel[GatedDeltaPrefill]):
     """The chunked delta rule in float32, sequences side by side, padded to the longest."""
 
     needs = TORCH
+    captures = False
 
     def reads(self, op: GatedDeltaPrefill, device: Device) -> Mapping[str, tuple[Layout, ...]]:
         return {"conv": (Shift(), Ring(op.conv_width)), **DELTA}
@@ -40,6 +41,7 @@ class Decode(Kernel[GatedDeltaDecode]):
     """One function for the whole core; writes bfloat16 or static fp8."""
 
     needs = TORCH
+    captures = False
     layouts: ClassVar[Mapping[str, tuple[Layout, ...]]] = {"conv": (Shift(),), "delta": (VK(),)}
 
     def makes(self, op: GatedDeltaDecode) -> tuple[Format, ...]:
@@ -52,6 +54,7 @@ class DecodeRing(Kernel[GatedDeltaDecode]):
 
     needs = TORCH
     launches = 2
+    captures = False
 
     def reads(self, op: GatedDeltaDecode, device: Device) -> Mapping[str, tuple[Layout, ...]]:
         return {"conv": (Ring(op.conv_width),), **DELTA}
@@ -62,6 +65,7 @@ class TorchCausalConv(Kernel[CausalConv]):
     """Whole sequences or single tokens."""
 
     needs = TORCH
+    captures = False
 
     def reads(self, op: CausalConv, device: Device) -> Mapping[str, tuple[Layout, ...]]:
         return {"conv": (Shift(), Ring(op.conv_width))}
@@ -72,6 +76,7 @@ class TorchDeltaUpdate(Kernel[GatedDeltaUpdate]):
     """Chunked for sequences, one step for single tokens."""
 
     needs = TORCH
+    captures = False
     layouts = DELTA
 
 
@@ -80,10 +85,12 @@ class TorchQKNormRope(Kernel[QKNormRope]):
     """Angles in float64, the rest in float32."""
 
     needs = TORCH
+    captures = False
 
 
 class _Attention(Kernel[Any]):
     needs = TORCH
+    captures = False
 
 
 @kernel("torch.attention_prefill", code=f"{CODE}.attention:prefill")
