@@ -51,16 +51,6 @@ def norm_linear(site: Site) -> Call:
     return run
 
 
-def in_proj(site: Site) -> Call:
-    norm, gemm, widths = site.parts["norm"], site.parts["gemm"], list(site.op.outputs().values())
-
-    def run(partial: Any, residual: Any) -> Any:
-        x, residual = norm(partial, residual)
-        return gemm(x).split(widths, 1), residual
-
-    return run
-
-
 def gated_mlp(site: Site) -> Call:
     norm, gate_up, act, down = (site.parts[name] for name in ("norm", "gate_up", "act", "down"))
 

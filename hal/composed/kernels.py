@@ -24,7 +24,6 @@ from hal.ops import (
     GatedRMSNorm,
     Gemm,
     Head,
-    InProj,
     NormLinear,
     Quantize,
     RMSNorm,
@@ -137,20 +136,6 @@ class ComposedNormLinear(Composed, Kernel[NormLinear]):
 
     def parts(self, op: NormLinear) -> Mapping[str, Part]:
         return {"norm": _norm(op), "gemm": _gemm(op, op.width, op.hidden)}
-
-
-@kernel("composed.in_proj", code=f"{CODE}:in_proj")
-class ComposedInProj(Composed, Kernel[InProj]):
-    """AddRMSNorm, one Gemm over the rows of all parts; outputs are views of its columns."""
-
-    def refuses(self, op: InProj, device: Device) -> Reason | None:
-        formats = {str(p.weight_format) for p in op.parts}
-        if formats != {op.dtype}:
-            return Reason("op", f"one Gemm needs weights in {op.dtype}; the parts have {', '.join(sorted(formats))}")
-        return None
-
-    def parts(self, op: InProj) -> Mapping[str, Part]:
-        return {"norm": _norm(op), "gemm": _gemm(op, sum(op.outputs().values()), op.hidden)}
 
 
 @kernel("composed.gated_mlp", code=f"{CODE}:gated_mlp")
