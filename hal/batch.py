@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from hal.errors import HalError
@@ -86,6 +86,19 @@ class Batch:
     top_k: torch.Tensor
     uniform: torch.Tensor
     plans: dict[object, object] = field(default_factory=dict)
+
+    def to(self, place: str) -> Batch:
+        """A copy whose tensors lie elsewhere, with the same strides and no plans yet."""
+        import torch
+
+        def moved(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            there = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=place)
+            return there.copy_(value)
+
+        tensors = {f.name: moved(getattr(self, f.name)) for f in fields(self) if f.name != "plans"}
+        return Batch(**tensors)
 
     def planned(self, key: object) -> Any:
         """What a kernel's plan made of this batch; ``Runtime.begin`` must have run."""

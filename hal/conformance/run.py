@@ -116,8 +116,8 @@ def _run(resolved: Runtime, case: Case, strided: bool) -> Iterator[str]:
         args = list(arguments(inputs, place, strided))
         if signature.state:
             args.append(tuple(pool for _, _, pool, _ in pools.values()))
-        if signature.batch:
-            args.append(inputs.batch)
+        if inputs.batch is not None:
+            args.append(inputs.batch.to(place))
             runtime.begin(args[-1])
         op.check(*args)
         _poison(place)
