@@ -1,4 +1,6 @@
-"""Verify kernels under Triton's interpreter: ``python tests/interpreted.py DEVICE OP KERNEL``, verdicts as JSON.
+"""Verify kernels under Triton's interpreter: ``python tests/interpreted.py DEVICE OP KERNEL [OP KERNEL ...]``.
+
+Prints the verdicts as JSON: a list, or with several pairs ``{"OP KERNEL": list}``.
 
 The interpreter is chosen when kernels are defined, so it needs a process of its own. It truncates
 float32 to bfloat16 and miscodes fp8; its conversion is replaced by torch's, and the check of that
@@ -68,16 +70,19 @@ def check() -> None:
                 raise SystemExit(f"the interpreter's conversion to {kind} is not torch's: the hook is gone")
 
 
-def main(device: str, op: str, kernel: str) -> None:
+def main(device: str, *pairs: str) -> None:
     import hal
     from hal.conformance import verify_kernel
 
     torch.set_num_threads(1)
     install()
     check()
-    runtime = hal.Runtime(hal.load_device(device), hal.Policy(), place="cpu")
-    verdicts = verify_kernel(runtime, hal.ops.op_class(op), kernel)
-    print(json.dumps([[v.case, v.status, v.detail] for v in verdicts]))
+    found = {}
+    for op, kernel in zip(pairs[::2], pairs[1::2], strict=True):
+        runtime = hal.Runtime(hal.load_device(device), hal.Policy(), place="cpu")
+        verdicts = verify_kernel(runtime, hal.ops.op_class(op), kernel)
+        found[f"{op} {kernel}"] = [[v.case, v.status, v.detail] for v in verdicts]
+    print(json.dumps(found if len(found) != 1 else next(iter(found.values()))))
 
 
 if __name__ == "__main__":

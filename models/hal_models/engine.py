@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hal.batch import Batch, Sampling, make_batch
 from hal.errors import HalError
+from hal_models.captured import Captured, buckets
 
 if TYPE_CHECKING:
     import torch
@@ -53,10 +54,11 @@ class Engine:
     """A model with its pools. ``slots`` sequences run at once; ``pages`` of 16 tokens hold their keys.
 
     ``chunk``: rows of a prefill step at most. All memory of a sequence is set aside when it
-    starts, so nothing that runs is ever turned away. Not thread-safe.
+    starts, so nothing that runs is ever turned away. Decode steps are captured graphs where the
+    device and all kernels chosen allow it; ``eager`` says why they are not. Not thread-safe.
     """
 
-    def __init__(self, model: Any, *, slots: int = 8, pages: int = 512, chunk: int = 512) -> None:
+    def __init__(self, model: Any, *, slots: int = 8, pages: int = 512, chunk: int = 512, graphs: bool = True) -> None:
         for name, value in (("slots", slots), ("pages", pages), ("chunk", chunk)):
             if value < 1:
                 raise HalError(f"engine: {name}: expected 1 or more, got {value}")
@@ -66,10 +68,27 @@ class Engine:
         self._slots, self._pages = list(range(slots))[::-1], list(range(pages))[::-1]
         self._waiting: deque[tuple[int, Request]] = deque()
         self._running: list[_Sequence] = []
+        self._events: deque[Event] = deque()
         self._count = 0
+        self.eager = self._why_eager(slots) if graphs else "graphs=False"
+        context = min(pages * PAGE_SIZE, model.cfg.max_positions)
+        self.captured = None if self.eager else Captured(model, self.state, slots, context, PAGE_SIZE)
+
+    def _why_eager(self, slots: int) -> str:
+        runtime = self.model.runtime
+        if not runtime.can_capture:
+            return f"no backend captures graphs on {runtime.device.label}"
+        found = [name for rows in buckets(slots) for name in runtime.uncaptured(rows)]
+        return f"no graph may hold {found[0]}" if found else ""
 
     def add(self, request: Request) -> int:
         """Queue a request; gives its number. Errors: HalError for one that can never run."""
+        self._check(request)
+        self._waiting.append((self._count, request))
+        self._count += 1
+        return self._count - 1
+
+    def _check(self, request: Request) -> None:
         total = len(request.prompt) + request.max_tokens
         if not request.prompt:
             raise HalError("request: prompt: expected at least one token, got none")
@@ -80,20 +99,22 @@ class Engine:
         limit = min(self.pages * PAGE_SIZE, self.model.cfg.max_positions)
         if total > limit:
             raise HalError(f"request: {total} tokens in all; the engine holds {limit}")
-        self._waiting.append((self._count, request))
-        self._count += 1
-        return self._count - 1
 
     def run(self) -> Iterator[Event]:
-        """Steps until every request has ended."""
-        while self._waiting or self._running:
-            yield from self.step()
+        """Steps until every request has ended. One that was left early goes on in the next."""
+        while self._events or self._waiting or self._running:
+            if not self._events:
+                self._events.extend(self.step())
+                continue
+            yield self._events.popleft()
 
     def generate(self, requests: Sequence[Request]) -> list[list[int]]:
-        """The tokens of each request, all at once."""
+        """The tokens of each request, all at once; requests that were left early end too, unheard."""
+        for request in requests:
+            self._check(request)
         found: dict[int, list[int]] = {self.add(request): [] for request in requests}
         for event in self.run():
-            if event.token is not None:
+            if event.token is not None and event.request in found:
                 found[event.request].append(event.token)
         return list(found.values())
 
@@ -137,6 +158,17 @@ class Engine:
     def _decode(self, running: list[_Sequence]) -> list[Event]:
         if not running:
             return []
+        if self.captured is not None:
+            tokens = self.captured.step(
+                [s.tokens[-1] for s in running],
+                [s.done for s in running],
+                [s.slot for s in running],
+                [s.pages for s in running],
+                [s.request.sampling for s in running],
+            )
+            for sequence in running:
+                sequence.done += 1
+            return self._given(list(running), tokens)
         lengths = [1] * len(running)
         batch = self._batch("decode", running, lengths)
         partial, residual = self._forward(running, lengths, batch)
@@ -171,8 +203,11 @@ class Engine:
         self, sequences: list[_Sequence], partial: torch.Tensor, residual: torch.Tensor, batch: Batch
     ) -> list[Event]:
         logits, _ = self.model.head(partial, residual)
+        return self._given(sequences, self.model.sample(logits, batch).tolist())
+
+    def _given(self, sequences: list[_Sequence], tokens: list[int]) -> list[Event]:
         events = []
-        for sequence, token in zip(sequences, self.model.sample(logits, batch).tolist(), strict=True):
+        for sequence, token in zip(sequences, tokens, strict=True):
             request = sequence.request
             if token in request.stops:
                 events.append(self._end(sequence, "stop"))

@@ -43,7 +43,8 @@ class Files:
                         raise CheckpointError(f"{self.folder / name}: holds {key}, as another file does too")
                     self._home[key] = opened
             if missing := sorted(set(wanted) - set(self._home)):
-                raise CheckpointError(f"{self.folder}: {INDEX} lists tensors that no file holds: {_some(missing)}")
+                absent = _some([f"{key} in {wanted[key]}" for key in missing])
+                raise CheckpointError(f"{self.folder}: {INDEX} lists tensors that their files do not hold: {absent}")
             self._stack = stack.pop_all()
         return self
 
@@ -83,8 +84,10 @@ class Files:
             found = {str(key): str(name) for key, name in placed.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path}: cannot be read: {type(error).__name__}: {error}") from None
-        if outside := [name for name in found.values() if Path(name).name != name]:
-            raise CheckpointError(f"{path}: names a file outside the folder: {outside[0]}")
+        if not found:
+            raise CheckpointError(f"{path}: lists no tensors")
+        if outside := [name for name in found.values() if Path(name).name != name or name in ("", "..")]:
+            raise CheckpointError(f"{path}: names a file outside the folder: {outside[0]!r}")
         return found
 
     def _open(self, path: Path) -> Any:

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from hal.device import Device
-from hal.formats import STATIC_FP8, Format, Tensor
-from hal.kernel import Kernel, Tier, kernel
+from hal.kernel import Kernel, kernel
 from hal.ops import AddRMSNorm, RMSNorm
 from hal.requirement import Reason
-from hal_triton.needs import TRITON, next_power_of_2
+from hal_triton.needs import next_power_of_2
+from hal_triton.small import Encoding
 
 CODE = "hal_triton.code.norms"
 WIDEST = 16384  # a row is one program's registers
 
 
-class _RowNorm(Kernel[Any]):
-    tier: ClassVar[Tier] = "portable"
-    needs = TRITON
-
+class _RowNorm(Encoding):
     def refuses(self, op: Any, device: Device) -> Reason | None:
         if op.world > 1:
             return Reason("rank", f"reduces over no ranks; world is {op.world}")
         if op.hidden > WIDEST:
             return Reason("op", f"needs rows of at most {WIDEST}; hidden is {op.hidden}")
-        return None
-
-    def makes(self, op: Any) -> tuple[Format, ...]:
-        return (Tensor(op.dtype), STATIC_FP8)
+        return super().refuses(op, device)
 
     def settings(self, op: Any, device: Device) -> Mapping[str, Any]:
         block = next_power_of_2(op.hidden)

@@ -72,7 +72,7 @@ def parse(name: str, data: dict[str, Any], stops: tuple[int, ...] = ()) -> Confi
     """The configuration in a config.json's contents, nested in ``text_config`` or flat."""
     fields = _Fields(name, data)
     kind = fields.get("model_type")
-    if kind not in TYPES:
+    if not isinstance(kind, str) or kind not in TYPES:
         raise CheckpointError(f"{name}: model_type: expected one of {', '.join(TYPES)}, got {kind!r}")
     moe = TYPES[kind]
     fields.expect("hidden_act", "silu")
@@ -89,7 +89,7 @@ def parse(name: str, data: dict[str, Any], stops: tuple[int, ...] = ()) -> Confi
         layers=_layers(fields),
         hidden=fields.size("hidden_size"),
         vocab=fields.size("vocab_size"),
-        eps=float(fields.get("rms_norm_eps")),
+        eps=fields.number("rms_norm_eps", fields.get("rms_norm_eps")),
         dtype=_dtype(fields),
         key_heads=fields.size("linear_num_key_heads"),
         value_heads=fields.size("linear_num_value_heads"),
@@ -108,7 +108,7 @@ def parse(name: str, data: dict[str, Any], stops: tuple[int, ...] = ()) -> Confi
         top_k=fields.size("num_experts_per_tok") if moe else 0,
         shared_intermediate=fields.size("shared_expert_intermediate_size") if moe else 0,
         tied=bool(fields.agreed("tie_word_embeddings", False)),
-        stops=tuple(dict.fromkeys((*_ids(fields.get("eos_token_id", None)), *stops))),
+        stops=tuple(dict.fromkeys((*_ids(name, fields.get("eos_token_id", None)), *stops))),
         max_positions=fields.size("max_position_embeddings"),
     )
 
@@ -133,6 +133,11 @@ class _Fields:
         if not isinstance(found, int) or isinstance(found, bool) or found < 1:
             raise CheckpointError(f"{self.name}: {key}: expected a positive integer, got {found!r}")
         return found
+
+    def number(self, key: str, found: Any) -> float:
+        if not isinstance(found, (int, float)) or isinstance(found, bool) or not found > 0:
+            raise CheckpointError(f"{self.name}: {key}: expected a positive number, got {_short(found)}")
+        return float(found)
 
     def expect(self, key: str, *allowed: Any) -> None:
         """A field that is absent, or says what this model does anyway."""
@@ -159,6 +164,8 @@ def _rope(fields: _Fields, head_dim: int) -> tuple[float, int, tuple[int, int, i
     places = [fields.inner]
     for key in ("rope_parameters", "rope_scaling"):
         nested = fields.inner.get(key) or {}
+        if not isinstance(nested, dict):
+            raise CheckpointError(f"{fields.name}: {key}: expected an object, got {_short(nested)}")
         by_kind = nested.get("full_attention")
         places.append(by_kind if isinstance(by_kind, dict) else nested)
 
@@ -166,31 +173,43 @@ def _rope(fields: _Fields, head_dim: int) -> tuple[float, int, tuple[int, int, i
         return fields.one(key, [p[key] for p in places if p.get(key) is not None], default)
 
     for place in places[1:]:
-        kind = place.get("rope_type", place.get("type", "default"))
-        if kind not in ("default", "mrope"):
-            raise CheckpointError(f"{fields.name}: rope_type: only 'default' is served, got {kind!r}")
-        if place.get("mrope_interleaved", True) is not True:
-            raise CheckpointError(f"{fields.name}: mrope_interleaved: only True is served")
-    theta, factor = float(stated("rope_theta")), float(stated("partial_rotary_factor", 0.25))
-    rotary = int(head_dim * factor)
+        for key in ("rope_type", "type"):
+            if (kind := place.get(key) or "default") not in ("default", "mrope"):
+                raise CheckpointError(f"{fields.name}: {key}: only 'default' is served, got {kind!r}")
+        if (interleaved := place.get("mrope_interleaved", True)) is not True:
+            raise CheckpointError(f"{fields.name}: mrope_interleaved: only True is served, got {interleaved!r}")
+    theta = fields.number("rope_theta", stated("rope_theta"))
+    rotary = int(head_dim * fields.number("partial_rotary_factor", stated("partial_rotary_factor", 0.25)))
     sections = stated("mrope_section", None)
-    if sections is not None and (len(sections) != 3 or sum(sections) * 2 != rotary):
-        raise CheckpointError(f"{fields.name}: mrope_section: expected 3 sizes of sum {rotary // 2}, got {sections}")
+    if sections is not None:
+        whole = isinstance(sections, list) and all(isinstance(size, int) for size in sections)
+        if not whole or len(sections) != 3 or sum(sections) * 2 != rotary:
+            half = rotary // 2
+            raise CheckpointError(f"{fields.name}: mrope_section: expected 3 sizes of sum {half}, got {sections}")
     return theta, rotary, tuple(sections) if sections else None
 
 
 def _layers(fields: _Fields) -> tuple[Kind, ...]:
     count = fields.size("num_hidden_layers")
     interval = fields.get("full_attention_interval", None)
-    stated = fields.get("layer_types", fields.get("layers_block_type", None))
-    names: list[Any] = [{"attention": "full_attention"}.get(kind, kind) for kind in stated or ()]
-    if unknown := sorted({str(kind) for kind in names if kind not in KINDS}):
-        raise CheckpointError(f"{fields.name}: layer_types: expected {' or '.join(KINDS)}, got {', '.join(unknown)}")
+    lists: list[list[Any]] = []
+    for key in ("layer_types", "layers_block_type"):
+        if (stated := fields.get(key, None)) is None:
+            continue
+        if not isinstance(stated, list):
+            raise CheckpointError(f"{fields.name}: {key}: expected a list, got {_short(stated)}")
+        kinds = ["full_attention" if kind == "attention" else kind for kind in stated]
+        if unknown := sorted({str(kind) for kind in kinds if kind not in KINDS}):
+            raise CheckpointError(f"{fields.name}: {key}: expected {' or '.join(KINDS)}, got {', '.join(unknown)}")
+        if len(kinds) != count:
+            raise CheckpointError(f"{fields.name}: {key} lists {len(kinds)} layers, num_hidden_layers is {count}")
+        lists.append(kinds)
+    names: list[Any] = lists[0] if lists else []
+    if lists and lists[-1] != names:
+        raise CheckpointError(f"{fields.name}: layer_types contradicts layers_block_type")
     regular: list[Any] = []
     if interval is not None:
         regular = [KINDS[(i + 1) % fields.size("full_attention_interval") == 0] for i in range(count)]
-    if names and len(names) != count:
-        raise CheckpointError(f"{fields.name}: layer_types lists {len(names)} layers, num_hidden_layers is {count}")
     if names and regular and names != regular:
         raise CheckpointError(f"{fields.name}: layer_types contradicts full_attention_interval {interval}")
     if not names and not regular:
@@ -200,14 +219,17 @@ def _layers(fields: _Fields) -> tuple[Kind, ...]:
 
 def _dtype(fields: _Fields) -> str:
     found = [d[key] for d in (fields.inner, fields.outer) for key in ("dtype", "torch_dtype") if d.get(key)]
-    name = str(found[0] if found else "bfloat16").removeprefix("torch.")
+    name: str = fields.one("dtype", [str(value).removeprefix("torch.") for value in found], "bfloat16")
     if name not in ("bfloat16", "float16", "float32"):
         raise CheckpointError(f"{fields.name}: dtype: expected bfloat16, float16 or float32, got {name!r}")
     return name
 
 
-def _ids(value: Any) -> tuple[int, ...]:
-    return () if value is None else (value,) if isinstance(value, int) else tuple(value)
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    found = value if isinstance(value, list) else [] if value is None else [value]
+    if any(not isinstance(token, int) or isinstance(token, bool) for token in found):
+        raise CheckpointError(f"{name}: eos_token_id: expected tokens, got {_short(value)}")
+    return tuple(found)
 
 
 def _stops(folder: Path) -> tuple[int, ...]:
@@ -216,8 +238,8 @@ def _stops(folder: Path) -> tuple[int, ...]:
     if not path.is_file():
         return ()
     try:
-        return _ids(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
-    except (ValueError, AttributeError, TypeError) as error:
+        return _ids(str(path), json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
+    except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from None
 
 

@@ -117,8 +117,9 @@ def targets(model: Qwen35, files: Files, prefix: str) -> dict[str, Target]:
         names = _experts(mlp, model.cfg.experts, fused) if model.cfg.experts else _dense(mlp)
         found |= {f"{name}mlp.{key}": target for key, target in names}
     if not model.cfg.tied:
-        heads = [name for name in HEADS if name in files] or [HEADS[0]]
-        found |= {name: Target(group(model.head), ("weight",)) for name in heads}
+        # a second name of the head is a tensor that nothing takes
+        name = next((name for name in HEADS if name in files), HEADS[0])
+        found[name] = Target(group(model.head), ("weight",))
     return found
 
 

@@ -65,7 +65,7 @@ def prefill(site: Site) -> Call:
             k, v = (kv[pages, side].flatten(0, 1)[:total].transpose(0, 1) for side in (0, 1))
             seen = torch.ones(end - start, total, dtype=torch.bool, device=q.device).tril(context)
             mixed = torch.nn.functional.scaled_dot_product_attention(
-                q[start:end].transpose(0, 1)[None],
+                q[start:end].transpose(0, 1)[None].contiguous(),  # some kernels want 16-byte rows
                 k.repeat_interleave(group, 0)[None],
                 v.repeat_interleave(group, 0)[None],
                 attn_mask=seen,

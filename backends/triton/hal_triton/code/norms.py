@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hal.formats import Encoded, Quantized
 from hal.kernel import Site
+from hal_triton.code.small import Output, written
 
 Call = Callable[..., Any]
 
@@ -33,26 +33,21 @@ def rms_norm_kernel(
         x = rounded.to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     value = x * tl.rsqrt(tl.sum(x * x, 0) / HIDDEN + eps) * (weight + offset)
-    if ENCODE:
-        value = value.to(residual_ptr.dtype.element_ty).to(tl.float32) / tl.load(scale_ptr)
-        value = tl.minimum(tl.maximum(value, -limit), limit)
-    tl.store(out_ptr + row * HIDDEN + column, value.to(out_ptr.dtype.element_ty), mask=inside)
+    value = written(value, scale_ptr, limit, x_ptr.dtype.element_ty, out_ptr.dtype.element_ty, ENCODE)
+    tl.store(out_ptr + row * HIDDEN + column, value, mask=inside)
 
 
 def _launch(site: Site, x: Tensor, partial: Tensor | None) -> tuple[Any, Tensor]:
-    op, weight = site.op, site.weight("norm")
-    encode = isinstance(op.out, Quantized)
-    kind = getattr(torch, op.out.value) if encode else x.dtype
-    out = torch.empty((x.shape[0], op.hidden), dtype=kind, device=x.device)
-    residual = torch.empty_like(x, memory_format=torch.contiguous_format) if partial is not None else x
-    scale = site.scales["out"] if encode else weight
-    if x.shape[0]:
-        rms_norm_kernel[(x.shape[0],)](
-            x, x if partial is None else partial, weight, out, residual, scale, x.stride(0), op.eps,
-            getattr(op, "offset", 1.0), op.out.limit if encode else 0.0,
-            HIDDEN=op.hidden, ADD=partial is not None, ENCODE=encode, **site.settings,
+    op, weight, output, rows = site.op, site.weight("norm"), Output(site, x), x.shape[0]
+    out = output.empty(rows, op.hidden, x.device)
+    residual = x if partial is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+    if rows:
+        rms_norm_kernel[(rows,)](
+            x, x if partial is None else partial, weight, out, residual, output.scale,
+            x.stride(0), op.eps, op.offset, output.limit,
+            HIDDEN=op.hidden, ADD=partial is not None, ENCODE=output.encode, **site.settings,
         )  # fmt: skip
-    return (Encoded(out, scale) if encode else out), residual
+    return output.edge(out), residual
 
 
 def rms_norm(site: Site) -> Call:

@@ -1,0 +1,168 @@
+"""Activation, encoder, gated norm and embedding: each element is read once and written once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hal.formats import Encoded, Quantized
+from hal.kernel import Site
+
+Call = Callable[..., Any]
+
+
+@triton.jit
+def encoded(value, scale_ptr, limit, kind: tl.constexpr):
+    """``value / scale`` as torch divides, saturated, rounded to nearest even; NaN stays NaN."""
+    value = tl.div_rn(value, tl.load(scale_ptr))
+    value = tl.where(value > limit, limit, tl.where(value < -limit, -limit, value))
+    return value.to(kind)
+
+
+@triton.jit
+def written(value, scale_ptr, limit, dtype: tl.constexpr, kind: tl.constexpr, ENCODE: tl.constexpr):
+    """Float32 as an output takes it: rounded to the op's dtype, and encoded from there where asked."""
+    value = value.to(dtype)
+    return encoded(value.to(tl.float32), scale_ptr, limit, kind) if ENCODE else value
+
+
+@triton.jit
+def silu_mul_kernel(
+    x_ptr, out_ptr, scale_ptr, x_row, limit, COLUMNS: tl.constexpr, ENCODE: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < COLUMNS
+    gate = tl.load(x_ptr + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * x_row + COLUMNS + column, mask=inside, other=0.0).to(tl.float32)
+    value = gate * tl.sigmoid(gate) * up
+    value = written(value, scale_ptr, limit, x_ptr.dtype.element_ty, out_ptr.dtype.element_ty, ENCODE)
+    tl.store(out_ptr + row * COLUMNS + column, value, mask=inside)
+
+
+@triton.jit
+def quantize_kernel(x_ptr, out_ptr, scale_ptr, x_row, limit, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < COLUMNS
+    x = tl.load(x_ptr + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * COLUMNS + column, encoded(x, scale_ptr, limit, out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gated_rms_norm_kernel(
+    x_ptr, z_ptr, weight_ptr, out_ptr, scale_ptr, z_row, eps, limit,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ENCODE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (head < HEADS) & (column < HEAD_DIM)
+    place = head * HEAD_DIM + column
+    x = tl.load(x_ptr + row * (HEADS * HEAD_DIM) + place, mask=inside, other=0.0).to(tl.float32)
+    z = tl.load(z_ptr + row * z_row + place, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=column < HEAD_DIM, other=0.0).to(tl.float32)
+    value = x * tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None] * weight * (z * tl.sigmoid(z))
+    value = written(value, scale_ptr, limit, x_ptr.dtype.element_ty, out_ptr.dtype.element_ty, ENCODE)
+    tl.store(out_ptr + row * (HEADS * HEAD_DIM) + place, value, mask=inside)
+
+
+@triton.jit
+def embed_kernel(
+    ids_ptr, weight_ptr, out_ptr, residual_ptr, first,
+    VOCAB: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < HIDDEN
+    place = tl.load(ids_ptr + row).to(tl.int64) - first
+    mine = (place >= 0) & (place < VOCAB)
+    value = tl.load(weight_ptr + place * HIDDEN + column, mask=inside & mine, other=0.0)
+    tl.store(out_ptr + row * HIDDEN + column, value, mask=inside)
+    tl.store(residual_ptr + row * HIDDEN + column, tl.zeros_like(value), mask=inside)
+
+
+class Output:
+    """Where a kernel writes: an empty tensor of the edge's format, and what encoding takes."""
+
+    def __init__(self, site: Site, like: Tensor) -> None:
+        form = site.op.out
+        self.encode = isinstance(form, Quantized)
+        self.limit = form.limit if self.encode else 0.0
+        self.kind = getattr(torch, form.value if self.encode else site.op.dtype)
+        # never read where nothing is encoded
+        self.scale = site.scales["out"] if self.encode else like
+
+    def empty(self, rows: int, columns: int, place: torch.device) -> Tensor:
+        return torch.empty((rows, columns), dtype=self.kind, device=place)
+
+    def edge(self, value: Tensor) -> Tensor | Encoded:
+        return Encoded(value, self.scale) if self.encode else value
+
+
+def silu_mul(site: Site) -> Call:
+    columns, block = site.op.columns, site.settings["BLOCK"]
+
+    def run(x: Tensor) -> Tensor | Encoded:
+        output, rows = Output(site, x), x.shape[0]
+        out = output.empty(rows, columns, x.device)
+        if rows:
+            silu_mul_kernel[(rows, triton.cdiv(columns, block))](
+                x, out, output.scale, x.stride(0), output.limit,
+                COLUMNS=columns, ENCODE=output.encode, **site.settings,
+            )  # fmt: skip
+        return output.edge(out)
+
+    return run
+
+
+def quantize(site: Site) -> Call:
+    columns, block = site.op.columns, site.settings["BLOCK"]
+
+    def run(x: Tensor) -> Tensor | Encoded:
+        output, rows = Output(site, x), x.shape[0]
+        out = output.empty(rows, columns, x.device)
+        if rows:
+            quantize_kernel[(rows, triton.cdiv(columns, block))](
+                x, out, output.scale, x.stride(0), output.limit, COLUMNS=columns, **site.settings
+            )
+        return output.edge(out)
+
+    return run
+
+
+def gated_rms_norm(site: Site) -> Call:
+    op, weight = site.op, site.weight("norm")
+    groups = triton.cdiv(op.value_heads, site.settings["GROUP"])
+
+    def run(x: Tensor, z: Tensor) -> Tensor | Encoded:
+        output, rows = Output(site, x), x.shape[0]
+        out = output.empty(rows, op.value_heads * op.value_head_dim, x.device)
+        if rows:
+            gated_rms_norm_kernel[(rows, groups)](
+                x, z, weight, out, output.scale, z.stride(0), op.eps, output.limit,
+                HEADS=op.value_heads, HEAD_DIM=op.value_head_dim, ENCODE=output.encode, **site.settings,
+            )  # fmt: skip
+        return output.edge(out)
+
+    return run
+
+
+def embed(site: Site) -> Call:
+    op, weight, block = site.op, site.weight("weight"), site.settings["BLOCK"]
+    first = site.runtime.rank * op.vocab
+
+    def run(ids: Tensor) -> tuple[Tensor, Tensor]:
+        out, residual = (weight.new_empty((ids.shape[0], op.hidden)) for _ in range(2))
+        if ids.shape[0]:
+            embed_kernel[(ids.shape[0], triton.cdiv(op.hidden, block))](
+                ids, weight, out, residual, first, VOCAB=op.vocab, HIDDEN=op.hidden, **site.settings
+            )
+        return out, residual
+
+    return run

@@ -1,0 +1,79 @@
+"""Declarations: the decode core of a Gated DeltaNet layer, in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from hal.device import Device
+from hal.formats import STATIC_FP8, Format, Tensor
+from hal.kernel import Kernel, Rows, Tier, kernel
+from hal.layout import VK, Layout, Ring
+from hal.numerics import REASSOCIATED, Numerics
+from hal.ops import GatedDeltaDecode
+from hal.requirement import Reason
+from hal_triton.needs import TRITON, next_power_of_2
+
+CODE = "hal_triton.code.gated_delta"
+WIDEST = 256  # a head's keys are one row of a program's tile
+WAVES = 2  # programs a compute unit holds that hide each other's waiting
+
+
+def _common(device: Device) -> Mapping[str, Any]:
+    """Each value of the state is used once; ONCE stops CUDA's compiler from repeating loads."""
+    return {"num_stages": 1, "EVICT": "evict_first", "ONCE": device.value("vendor") == "cuda", "PDL": False}
+
+
+class _Decode(Kernel[Any]):
+    tier: ClassVar[Tier] = "fused"
+    needs = TRITON
+
+    def refuses(self, op: GatedDeltaDecode, device: Device) -> Reason | None:
+        if op.value_heads % op.key_heads:
+            return Reason(
+                "op", f"needs value_heads to be a multiple of key_heads; they are {op.value_heads} and {op.key_heads}"
+            )
+        if max(op.key_head_dim, op.value_head_dim) > WIDEST:
+            dims = f"{op.key_head_dim} and {op.value_head_dim}"
+            return Reason("op", f"needs head dims of at most {WIDEST}; key and value head dim are {dims}")
+        return None
+
+    def reads(self, op: GatedDeltaDecode, device: Device) -> Mapping[str, tuple[Layout, ...]]:
+        return {"conv": (Ring(op.conv_width),), "delta": (VK(),)}
+
+    def makes(self, op: GatedDeltaDecode) -> tuple[Format, ...]:
+        return (Tensor(op.dtype), STATIC_FP8)
+
+    def numerics(self, op: GatedDeltaDecode) -> Numerics:
+        return replace(REASSOCIATED, batch_invariant=True)
+
+
+@kernel("triton.decode", code=f"{CODE}:decode")
+class Decode(_Decode, Kernel[GatedDeltaDecode]):
+    """A program a row and value head: the state passes once through its registers."""
+
+    def settings(self, op: GatedDeltaDecode, device: Device) -> Mapping[str, Any]:
+        block = next_power_of_2(op.value_head_dim)
+        tile = block * next_power_of_2(op.key_head_dim)
+        warps = min(4, max(1, tile // 4096))
+        return {"BV": block, "num_warps": warps, "STAGES": 1, "programs": 0, **_common(device)}
+
+
+@kernel("triton.decode_split", code=f"{CODE}:decode_split")
+class DecodeSplit(_Decode, Kernel[GatedDeltaDecode]):
+    """V split over programs, for few rows; the last program of a head does its norm."""
+
+    def refuses(self, op: GatedDeltaDecode, device: Device) -> Reason | None:
+        if device.value("compute_units") is None:
+            return Reason("device", f"needs compute_units, to know how few rows are; {device.label} has unknown")
+        return super().refuses(op, device)
+
+    def rows(self, op: GatedDeltaDecode, device: Device) -> Rows:
+        units = device.value("compute_units")
+        return (1, max(1, WAVES * units // op.value_heads if isinstance(units, int) else 1))
+
+    def settings(self, op: GatedDeltaDecode, device: Device) -> Mapping[str, Any]:
+        block = min(next_power_of_2(op.value_head_dim), 16)
+        most = self.rows(op, device)[1]
+        return {"BV": block, "num_warps": 2, "rows": most, **_common(device)}

@@ -1,0 +1,256 @@
+"""Try the arrangements and settings of the Triton decode core on the GPU that is here.
+
+    PYTHONPATH=.:backends/torch:backends/triton:backends/cuda:models python bench/try_decode.py [seconds]
+
+For each head config, state dtype and batch: every variant is checked on one step against the torch
+kernel (float32, on the GPU), then timed as a CUDA graph of many launches, each on slots and inputs of
+its own, 200 MB and more in all, so that the L2 cache does not help. ``floor`` is all bytes that must
+move at 4.28 TB/s. Partial results are printed as they come; with OUT set, OUT/decode.json has all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from hal_torch.code.gated_delta import decode as torch_decode
+from hal_triton.code import gated_delta as code
+
+import hal
+from hal.batch import make_batch
+from hal.layout import VK, Ring
+from hal.ops import GatedDeltaDecode
+
+CEILING = 4.28e12
+ROTATE = 200e6
+HEADS = ((16, 32), (4, 8), (16, 64))
+BATCHES = (1, 8, 64, 256)
+# the norm's output and the state, as a share of the largest value: two roundings of bfloat16
+TOLERANCE = 2.0**-7
+START, LIMIT = time.time(), float(sys.argv[1]) if len(sys.argv) > 1 else 220.0
+Variant = tuple[str, dict[str, Any]]
+
+
+def variants(rows: int, heads: int) -> list[Variant]:
+    """Kernel and settings worth trying at so many programs."""
+    few, found = rows * heads <= 1024, []
+
+    def add(
+        kernel: str, block: int, warps: int, registers: int = 0, *,
+        evict: str = "evict_first", each: int = 0, stages: int = 1, once: bool = True,
+    ) -> None:  # fmt: skip
+        programs = each * torch.cuda.get_device_properties(0).multi_processor_count
+        found.append((kernel, {"BV": block, "num_warps": warps, "num_stages": 1, "STAGES": stages, "EVICT": evict,
+                               "ONCE": once, "PDL": False, "programs": programs, "rows": rows}
+                      | ({"maxnreg": registers} if registers else {})))  # fmt: skip
+
+    for block, warps in ((128, 4), (128, 8), (128, 16), (64, 4), (64, 8), (32, 2), (32, 4), (16, 1), (16, 2), (8, 1)):
+        add("decode", block, warps)
+    # fewer registers, more programs side by side
+    for block, warps, registers in ((128, 4, 168), (128, 4, 128), (128, 8, 128), (64, 4, 168), (16, 1, 168)):
+        add("decode", block, warps, registers)
+    add("decode", 128, 4, 168, once=False)
+    for block, warps, registers in ((128, 4, 0), (128, 4, 168)):
+        add("decode", block, warps, registers, evict="")
+    for block, warps in ((8, 1), (16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4)):
+        add("decode_split", block, warps)
+    if few:
+        for block, warps in ((8, 2), (16, 4)):
+            add("decode_split", block, warps)
+        add("decode_split", 16, 1, evict="")
+    else:
+        for block, warps, registers, each, stages in (
+            (128, 4, 168, 3, 1),
+            (128, 8, 0, 1, 2),
+            (128, 4, 0, 1, 2),
+            (128, 4, 0, 2, 2),
+        ):
+            add("decode", block, warps, registers, each=each, stages=stages)
+    return found
+
+
+def make_site(op: GatedDeltaDecode, conv: torch.Tensor, small: dict[str, torch.Tensor], settings: Any) -> Any:
+    weights = {"conv_weight": conv, **small}
+    keys = count()
+    return SimpleNamespace(
+        op=op, settings=settings, layouts={"conv": Ring(4), "delta": VK()}, scales={},
+        weight=lambda name, layout=None: weights[name], runtime=SimpleNamespace(place="cuda"),
+        planned=lambda plan: ("plan", next(keys)),
+    )  # fmt: skip
+
+
+def prepare(kernel: str, op: GatedDeltaDecode, weights: Any, settings: dict[str, Any]) -> Any:
+    """The kernel's callable for a site with these settings."""
+    others = {"decode": ("rows",), "decode_split": ("programs", "STAGES")}[kernel]
+    return getattr(code, kernel)(make_site(op, *weights, {n: v for n, v in settings.items() if n not in others}))
+
+
+def floor(op: GatedDeltaDecode, rows: int) -> float:
+    """Microseconds at the measured ceiling."""
+    state = op.value_dim * op.key_head_dim * (4 if op.state_dtype == "float32" else 2)
+    ring = op.conv_dim * 2 * (3 + 1)
+    edges = 2 * (op.conv_dim + 2 * op.value_dim + 2 * op.value_heads)
+    return rows * (2 * state + ring + edges) / CEILING * 1e6
+
+
+class Bench:
+    """Pools, inputs and batches of one config; ``steps`` launches rotate over them."""
+
+    def __init__(self, op: GatedDeltaDecode, rows: int) -> None:
+        self.op, self.rows = op, rows
+        kind = getattr(torch, op.state_dtype)
+        each = op.value_dim * op.key_head_dim * kind.itemsize
+        self.steps = max(40 if rows < 64 else 20 if rows < 256 else 6, int(ROTATE / (rows * each)) + 1)
+        slots = self.steps * rows
+        torch.manual_seed(0)
+        shape = (slots, op.value_heads, op.value_head_dim, op.key_head_dim)
+        self.delta = torch.empty(shape, dtype=kind, device="cuda").normal_(0, 0.1)
+        self.ring = torch.randn(slots, op.conv_dim, 4, dtype=torch.bfloat16, device="cuda")
+        wide = op.conv_dim + op.value_dim + 2 * op.value_heads
+        order = torch.randperm(slots).tolist()
+        self.inputs, self.batches = [], []
+        for step in range(self.steps):
+            whole = torch.randn(rows, -(-wide // 64) * 64, dtype=torch.bfloat16, device="cuda")
+            widths = [op.conv_dim, op.value_dim, op.value_heads, op.value_heads]
+            self.inputs.append(whole[:, :wide].split(widths, 1))
+            mine = order[step * rows : (step + 1) * rows]
+            contexts = [0 if i == 2 else 5 + i for i in range(rows)]
+            if step:
+                contexts = [5 + i for i in range(rows)]
+            self.batches.append(make_batch("decode", [1] * rows, contexts, mine, device="cuda"))
+        conv = torch.randn(op.conv_dim, 4, dtype=torch.bfloat16, device="cuda") * 0.5
+        self.weights = (conv, {
+            "A_log": torch.randn(op.value_heads, device="cuda") * 0.5 + 0.5,
+            "dt_bias": torch.randn(op.value_heads, dtype=torch.bfloat16, device="cuda"),
+            "norm": torch.ones(op.value_head_dim, dtype=torch.bfloat16, device="cuda"),
+        })  # fmt: skip
+        self.expected = self._expected()
+
+    def _mine(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The states of step 0, as a pool of their own."""
+        slots = self.batches[0].slots.long()
+        return self.ring[slots].clone(), self.delta[slots].clone()
+
+    def _one(self) -> Any:
+        host = self.batches[0].host
+        return make_batch("decode", host.lengths, host.contexts, range(self.rows), device="cuda")
+
+    def _expected(self) -> tuple[torch.Tensor, ...]:
+        batch, pools = self._one(), self._mine()
+        site = make_site(self.op, *self.weights, {})
+        site.planned = lambda plan: batch.plans.setdefault("plan", plan(batch)) and "plan"
+        return torch_decode(site)(self.inputs[0], pools, batch), *pools
+
+    def wrong(self, run: Any) -> str:
+        """What differs from the torch kernel on step 0, run twice for the counters; nothing where all is near."""
+        for _ in range(2):
+            batch, pools = self._one(), self._mine()
+            got = (run(self.inputs[0], pools, batch), *pools)
+            for name, have, want in zip(("out", "ring", "state"), got, self.expected, strict=True):
+                if name == "ring":
+                    if not torch.equal(have, want):
+                        return "ring differs"
+                    continue
+                share = TOLERANCE if have.dtype == torch.bfloat16 else 2.0**-17
+                error = float((have.float() - want.float()).abs().max() / want.float().abs().max())
+                if not error <= share:
+                    return f"{name} off by {error:.2g} of the largest value"
+        return ""
+
+    def time(self, run: Any) -> float:
+        """Microseconds of one launch: what two more replays add, the least of five times."""
+
+        def work() -> None:
+            for given, batch in zip(self.inputs, self.batches, strict=True):
+                run(given, (self.ring, self.delta), batch)
+
+        work()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+
+        def replayed(times: int) -> float:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            for _ in range(times):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            return begin.elapsed_time(end) * 1e3
+
+        replayed(1)
+        one, three = (min(replayed(times) for _ in range(5)) for times in (1, 3))
+        return (three - one) / 2 / self.steps
+
+
+def compile_all(bench: Bench, wanted: list[Variant]) -> None:
+    """Compile side by side: ptxas runs outside the interpreter lock."""
+
+    def one(variant: Variant) -> None:
+        prepare(variant[0], bench.op, bench.weights, variant[1])(bench.inputs[0], bench._mine(), bench._one())
+
+    with ThreadPoolExecutor(16) as pool:
+        for job in [pool.submit(one, v) for v in wanted]:
+            if job.exception() is not None:
+                print("  compile:", str(job.exception()).splitlines()[0], flush=True)
+
+
+def main() -> None:
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, "hal", hal.__file__, flush=True)
+    results: list[dict[str, Any]] = []
+    for kind in ("float32", "bfloat16"):
+        best: dict[int, list[Variant]] = {}  # of the first head config, by programs
+        for key_heads, heads in HEADS:
+            op = GatedDeltaDecode(key_heads=key_heads, value_heads=heads, key_head_dim=128, value_head_dim=128)
+            op = replace(op, state_dtype=kind)
+            for rows in BATCHES:
+                if time.time() - START > LIMIT:
+                    print(f"out of time before {key_heads}/{heads} {kind} batch {rows}")
+                    continue
+                bench, wanted, table = Bench(op, rows), variants(rows, heads), []
+                if (key_heads, heads) != HEADS[0] and best:
+                    near = best[min(best, key=lambda n: abs(math.log(n / (rows * heads))))]
+                    wanted = [(kernel, {**settings, "rows": rows}) for kernel, settings in near[:8]]
+                compile_all(bench, wanted)
+                for kernel, settings in wanted:
+                    shown = {k: v for k, v in settings.items() if k in ("BV", "num_warps", "EVICT", "maxnreg")}
+                    shown |= {} if settings["ONCE"] else {"ONCE": False}
+                    shown |= {k: settings[k] for k in ("programs", "STAGES") if settings["programs"]}
+                    try:
+                        run = prepare(kernel, op, bench.weights, settings)
+                        wrong = bench.wrong(run)
+                        taken = bench.time(run)
+                    except Exception as error:  # noqa: BLE001 - too much shared memory, say
+                        print(f"  {kernel} {shown}: {str(error).splitlines()[0]}", flush=True)
+                        torch.cuda.synchronize()
+                        continue
+                    table.append((taken, kernel, shown, wrong, settings))
+                least = floor(op, rows)
+                print(f"\n{key_heads}/{heads} {kind} batch {rows}: floor {least:.2f} us", flush=True)
+                table.sort(key=lambda line: -line[0])
+                for taken, kernel, shown, wrong, _ in table:
+                    text = " ".join(f"{k}={v}" for k, v in shown.items()) + (f" WRONG: {wrong}" if wrong else "")
+                    print(f"  {taken:8.2f} us {100 * least / taken:5.1f} %  {kernel} {text}", flush=True)
+                    results.append({"heads": [key_heads, heads], "state": kind, "rows": rows, "us": taken})
+                    results[-1] |= {"floor_us": least, "kernel": kernel, "settings": shown, "wrong": wrong}
+                if (key_heads, heads) == HEADS[0] and table:
+                    best[rows * heads] = [(kernel, settings) for _, kernel, _, _, settings in reversed(table)]
+                if where := os.environ.get("OUT"):
+                    Path(where, "decode.json").write_text(json.dumps(results, indent=1))
+                del bench
+    print(f"{time.time() - START:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
