@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hal.batch import Batch as Batch
     from hal.batch import Sampling as Sampling
     from hal.batch import make_batch as make_batch
+    from hal.binding import Bound as Bound
     from hal.choice import Choice as Choice
     from hal.device import Device as Device
     from hal.device import load_device as load_device
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from hal.registry import Registry as Registry
     from hal.requirement import Reason as Reason
     from hal.resolving import Resolver as Resolver
-    from hal.runtime import Bound as Bound
     from hal.runtime import Runtime as Runtime
 
 __version__ = "0.1.0"
@@ -34,7 +34,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Backend": "backend",
     "Batch": "batch",
-    "Bound": "runtime",
+    "Bound": "binding",
     "Choice": "choice",
     "Device": "device",
     "HalError": "errors",

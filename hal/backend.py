@@ -17,21 +17,26 @@ class Backend:
     ``declarations`` are modules that declare kernels and import nothing but ``hal``;
     ``probe`` is ``module:function``, a function without arguments that gives facts; ``capture``,
     ``module:function`` from a callable to (replay, its result), for devices whose vendor has this
-    backend's name.
+    backend's name; ``place`` is what a tensor library calls such a device.
     """
 
     name: str
     declarations: tuple[str, ...] = ()
     probe: str | None = None
     capture: str | None = None
+    place: str | None = None
 
 
 @dataclass(frozen=True)
 class Broken:
-    """A backend, or one of its modules, that could not be imported. A row in every Choice."""
+    """A backend, or one of its modules, that could not be imported. A row in every Choice.
+
+    ``whole``: it is the backend itself, and so its probe was not asked.
+    """
 
     name: str
     error: str
+    whole: bool = True
 
 
 def said(error: BaseException) -> str:

@@ -49,8 +49,8 @@ class Sampling:
             raise HalError(f"temperature is 0 or more, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise HalError(f"top_p is above 0 and at most 1, got {self.top_p}")
-        if self.top_k < 0:
-            raise HalError(f"top_k is 0 (all) or more, got {self.top_k}")
+        if not 0 <= self.top_k < 2**31:
+            raise HalError(f"top_k is 0 (all) or more, and fits 32 bits; got {self.top_k}")
 
     def uniform(self, position: int) -> float:
         """The number in [0, 1) that decides at this position: the same for any kernel and batch."""
@@ -112,6 +112,30 @@ class Batch:
         return len(self.host.slots)
 
 
+def _sound(
+    mode: str,
+    lengths: Sequence[int],
+    contexts: Sequence[int],
+    pages: Sequence[Sequence[int]],
+    page_size: int,
+    sampling: Sequence[Sampling],
+    accepted: Sequence[int],
+) -> None:
+    count = len(lengths)
+    for name, given in (("pages", pages), ("sampling", sampling), ("accepted", accepted)):
+        if len(given) not in (0, count):
+            raise HalError(f"batch: {name} has {len(given)} entries for {count} sequences")
+    if page_size < 1:
+        raise HalError(f"batch: page_size: expected 1 or more, got {page_size}")
+    least = 1 if mode == "decode" else 0
+    for name, values, low in (("lengths", lengths, least), ("contexts", contexts, 0), ("accepted", accepted, 0)):
+        if bad := [v for v in values if v < low or (name == "lengths" and mode == "decode" and v != 1)]:
+            wanted = "1 (decode is one token of each)" if name == "lengths" and mode == "decode" else f"{low} or more"
+            raise HalError(f"batch: {name}: expected {wanted}, got {bad[0]}")
+    if bad := [page for row in pages for page in row if page < 0]:
+        raise HalError(f"batch: pages: expected 0 or more, got {bad[0]}")
+
+
 def make_batch(
     mode: str,
     lengths: Sequence[int],
@@ -138,6 +162,7 @@ def make_batch(
     for name, given in (("contexts", contexts), ("slots", slots)):
         if len(given) != count:
             raise HalError(f"batch: {name} has {len(given)} entries for {count} sequences")
+    _sound(mode, lengths, contexts, pages, page_size, sampling, accepted)
     greedy = all(s.temperature == 0 for s in sampling)
     host = Host(tuple(lengths), tuple(contexts), tuple(slots), tuple(accepted) or (0,) * count, greedy)
     table = [list(row) for row in pages] or [[] for _ in lengths]

@@ -91,6 +91,8 @@ class Device:
             if not fits(name, fact.value):
                 kind = FACTS[name][0].__name__
                 raise HalError(f"device {label}: fact {name} is {kind}, got {fact.value!r}")
+            if isinstance(fact.value, (int, float)) and not isinstance(fact.value, bool) and not fact.value > 0:
+                raise HalError(f"device {label}: fact {name} is above 0, got {fact.value!r}")
         self.label = label
         self.stack = stack
         self._facts = {name: facts[name] for name in FACTS}

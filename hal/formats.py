@@ -13,6 +13,7 @@ class DType(NamedTuple):
 
     bits: int
     limit: float | None = None
+    floating: bool = True
 
 
 DTYPES: dict[str, DType] = {
@@ -22,9 +23,9 @@ DTYPES: dict[str, DType] = {
     "float16": DType(16, 65504.0),
     "float8_e4m3fn": DType(8, 448.0),  # OCP
     "float8_e4m3fnuz": DType(8, 240.0),  # gfx942; the bytes of OCP mean half there
-    "int64": DType(64),
-    "int32": DType(32),
-    "bool": DType(8),
+    "int64": DType(64, floating=False),
+    "int32": DType(32, floating=False),
+    "bool": DType(8, floating=False),
 }
 
 

@@ -2,7 +2,7 @@
 
 From the environment and from one TOML file that ``HAL_POLICY`` names (the environment wins)::
 
-    HAL_FORCE="Linear=torch.linear,InProj@layers.3.*=torch.separate"   an unmet force is an error
+    HAL_FORCE="Linear=torch.linear,InProj@layers.2.*=torch.separate"   an unmet force is an error
     HAL_PREFER="GatedDeltaDecode=composed.gated_delta"                 taken where it can be had
     HAL_DENY="torch.decode"  or  "Op=kernel", "Op@glob=kernel"         never taken
     HAL_NUMERICS=exact|reassociated|lossy                              the loosest allowed
@@ -59,7 +59,13 @@ class Rule:
 
     def binds(self, op: str, site: str) -> bool:
         """Whether it speaks of this op at this site."""
-        return self.op in ("*", op) and fnmatchcase(site, self.site)
+        return self.op in ("*", op) and self.at(site)
+
+    def at(self, site: str) -> bool:
+        """Whether its glob names a site, or a member or a part of what is bound there."""
+        steps = self.site.split(".")
+        ends = [n for n in range(3) if n < len(steps) and not any(c in "".join(steps[len(steps) - n :]) for c in "*?[")]
+        return any(fnmatchcase(site, ".".join(steps[: len(steps) - n])) for n in ends)
 
     def width(self) -> tuple[int, bool]:
         """Least for the narrowest: most characters of the site given, then an op named."""
@@ -124,8 +130,12 @@ class Policy:
         classes = {c.name.lower(): c for c in Class}
         if numerics.lower() not in classes:
             raise UnknownName("numerics", numerics, classes)
+        forced = tuple(Rule.parse(t, bare=False) for t in force)
+        for rule in forced:
+            if other := [r for r in forced if (r.op, r.site) == (rule.op, rule.site) and r.kernel != rule.kernel]:
+                raise PolicyError(f"two forces contradict each other: {rule} and {other[0]}")
         return cls(
-            tuple(Rule.parse(t, bare=False) for t in force),
+            forced,
             tuple(Rule.parse(t, bare=False) for t in prefer),
             tuple(Rule.parse(t, bare=True) for t in deny),
             classes[numerics.lower()],
@@ -158,7 +168,7 @@ class Policy:
         """What holds at one site; a rule for a narrower glob stands before a wider one."""
 
         def pairs(rules: tuple[Rule, ...]) -> tuple[tuple[str, str], ...]:
-            bound = [r for r in rules if fnmatchcase(site, r.site)]
+            bound = [r for r in rules if r.at(site)]
             return tuple((r.op, r.kernel) for r in sorted(bound, key=Rule.width))
 
         return Rules(pairs(self.force), pairs(self.prefer), frozenset(pairs(self.deny)), self.numerics)

@@ -221,7 +221,7 @@ def _vendor(winner: _Answer | None, others: Sequence[_Answer], broken: Sequence[
     reasons += [f"{a.name}: {text}" for a in [*([winner] if winner else []), *others] for text in a.problems]
     reasons += [f"{b.name}: {b.error}" for b in broken]
     value = winner.vendor.value if winner else None
-    unheard = bool(broken) or any(a.vendor.source == "failed" for a in others)
+    unheard = any(b.whole for b in broken) or any(a.vendor.source == "failed" for a in others)
     hidden = value in (None, "cpu") and unheard
     return Fact(value, "failed" if hidden else "probed", "; ".join(r for r in reasons if r))
 

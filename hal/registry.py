@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
 from hal.backend import Backend, Broken, discover, said
-from hal.errors import DuplicateName, UnknownName
-from hal.kernel import Kernel
+from hal.errors import DuplicateName, HalError, UnknownName
+from hal.kernel import TIERS, Kernel
 from hal.ops import OPS
 from hal.ops.base import Op
 
@@ -40,15 +41,21 @@ class Registry:
             try:
                 kernels = declared(module)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a backend raises becomes a row
-                self.broken.append(Broken(f"{backend.name} ({module})", said(error)))
+                self.broken.append(Broken(f"{backend.name} ({module})", said(error), whole=False))
                 continue
             for kernel in kernels:
-                self.add(kernel)
+                try:
+                    self.add(kernel)
+                except HalError:
+                    raise
+                except Exception as error:  # noqa: BLE001 - likewise
+                    self.broken.append(Broken(f"{backend.name} ({module})", f"{kernel.name}: {said(error)}", whole=False))
 
     def add(self, cls: type[Kernel[Any]]) -> None:
         """Register one kernel for the ops it serves; a name twice for an op is an error."""
         if self._closed:
             raise DuplicateName(f"{cls.name}: the registry is closed, something was resolved with it already")
+        _sound(cls)
         for op in cls.serves:
             if OPS.get(op.title()) is not op:
                 raise UnknownName("op", op.title(), OPS)
@@ -66,6 +73,22 @@ class Registry:
         """Names of the kernels of one op, or of all."""
         chosen = self._kernels.values() if op is None else [self._kernels.get(op, {})]
         return sorted({name for kernels in chosen for name in kernels})
+
+
+def _sound(cls: type[Kernel[Any]]) -> None:
+    """Raise HalError for a declaration that says something no kernel says, or says it wrongly."""
+    known = {name for name in dir(Kernel) if not name.startswith("_")} | {"name", "code"}
+    for base in cls.__mro__:
+        if base is Kernel or not issubclass(base, Kernel):
+            continue
+        for name in vars(base):
+            # names of one's own are fine; one that all but reads like ours is a slip
+            if not name.startswith("_") and name not in known and get_close_matches(name, known, 1, 0.8):
+                raise UnknownName(f"attribute of kernel {cls.name}", name, known)
+    if cls.tier not in TIERS:
+        raise UnknownName(f"tier of kernel {cls.name}", str(cls.tier), TIERS)
+    if wrong := [need for need in cls.needs if not callable(need) or not hasattr(need, "kind")]:
+        raise HalError(f"kernel {cls.name}: needs are requirements, got {wrong[0]!r}")
 
 
 def declared(module: str) -> list[type[Kernel[Any]]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from hal.backend import said
 from hal.choice import Candidate, Choice, Piece, rows_text
 from hal.device import Device
 from hal.errors import HalError, PolicyError, UnresolvedError
@@ -184,11 +185,10 @@ class Resolver:
         pieces = tuple(
             replace(j.piece, rows=rows, why=self._why(j, judged, op, ask)) for rows, j in chosen if j.piece is not None
         )
-        winners = {j.kernel.name for _, j in chosen}
         keys = sorted(j.key for _, j in chosen)
         forced = self._forced(op, ask)
         met = any(j.piece is not None and _runs(j.piece, op, forced) for _, j in chosen)
-        candidates = tuple(_candidate(j, winners, keys[0]) for j in judged)
+        candidates = tuple(_candidate(j, chosen) for j in judged)
         broken = tuple(
             Candidate(f"backend {b.name}", ALL_ROWS, "refused", "software", f"needs its import; {b.error}")
             for b in self.registry.broken
@@ -201,11 +201,22 @@ class Resolver:
 
     def _judge(self, kernel: Kernel[Any], op: AnyOp, layouts: dict[str, Layout], ask: _Ask) -> Judged:
         """Every condition in order; software last, so that it is named only where it alone stands in the way."""
+        try:
+            return self._judged(kernel, op, layouts, ask)
+        except HalError:
+            raise
+        except Exception as error:
+            raise HalError(f"{kernel.name}: its declaration failed at {op.title()}: {said(error)}") from error
+
+    def _judged(self, kernel: Kernel[Any], op: AnyOp, layouts: dict[str, Layout], ask: _Ask) -> Judged:
         rows = ALL_ROWS
         reason = self._early(kernel, op, ask)
         parts: dict[str, Choice] = {}
         if not reason:
-            rows = kernel.rows(op, self.device)
+            rows = least, most = kernel.rows(op, self.device)
+            if most is not None and most < least:
+                reason = Reason("op", f"takes no rows: at least {least} (needed), at most {most} (taken)")
+        if not reason:
             form = getattr(op, "x", None)
             if ask.fed and form not in kernel.takes(op):
                 reason = _edge("x", kernel.takes(op), form)
@@ -235,11 +246,7 @@ class Resolver:
         if ask.rules.denied(op.title(), kernel.name):
             return Reason("policy", "denied by the policy")
         for need in kernel.needs:
-            if (
-                need.kind != "software"
-                and (reason := need(self.device))
-                and not (reason.kind == "software" and ask.ideal)
-            ):
+            if need.kind != "software" and (reason := need(self.device)) and reason.kind != "software":
                 return reason
         reason = kernel.refuses(op, self.device)
         if reason and reason.kind != "software":
@@ -324,7 +331,7 @@ class Resolver:
             return "preferred by the policy"
         if sum(j.reason is None for j in all_) == 1:
             return "the only one eligible"
-        return f"ranked first: tier {piece.tier}, {piece.launches} launches" if piece else ""
+        return f"ranked first for these rows: tier {piece.tier}, {piece.launches} launches" if piece else ""
 
     def _apart(self, op: AnyOp, ask: _Ask) -> list[Judged]:
         """Each kernel judged under layouts that it reads itself: what stands in its way, group aside."""
@@ -405,17 +412,22 @@ def _cover(judged: Sequence[Judged]) -> Iterator[tuple[Rows, Judged]]:
         yield (start, found[index + 1][0] - 1 if index + 1 < len(found) else None), best
 
 
-def _candidate(judged: Judged, winners: set[str], first: Key) -> Candidate:
+def _candidate(judged: Judged, chosen: Sequence[tuple[Rows, Judged]]) -> Candidate:
     name = judged.kernel.name
     if judged.reason:
         return Candidate(name, judged.rows, "refused", judged.reason.kind, judged.reason.text)
-    if name in winners or judged.piece is None:
+    if judged.piece is None or any(j is judged for _, j in chosen):
         return Candidate(name, judged.rows, "chosen")
     piece = judged.piece
+    first = [j.kernel.name for rows, j in chosen if _overlap(rows, judged.rows)]
     return Candidate(
         name,
         judged.rows,
         "outranked",
         "",
-        f"tier {piece.tier}, {piece.launches} launches; {first[-1]} ranks before it",
+        f"tier {piece.tier}, {piece.launches} launches; {' and '.join(first)} before it",
     )
+
+
+def _overlap(a: Rows, b: Rows) -> bool:
+    return (b[1] is None or a[0] <= b[1]) and (a[1] is None or b[0] <= a[1])

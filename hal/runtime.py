@@ -3,116 +3,30 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from hal.backend import load_target, said
-from hal.choice import Choice, Piece, rows_text
+from hal.binding import Bound, Group, alike, by_rows, checked, finish, not_loaded, sound
+from hal.choice import Choice, Piece
+from hal.comm import Comm, agree
 from hal.errors import BindError, HalError, PolicyError
 from hal.kernel import Site
-from hal.layout import Layout, Param, ParamLayout, State, StateLayout
+from hal.layout import ParamLayout, State
 from hal.ops.base import Op
 from hal.policy import Policy
 from hal.registry import Registry
 from hal.resolving import Resolver
 
 if TYPE_CHECKING:
-    import torch
-
     from hal.batch import Batch
     from hal.device import Device
     from hal.storage import Storage
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class Comm(Protocol):
-    """What the ranks of one model share. ``all_gather_object`` is used at load only."""
-
-    rank: int
-    world: int
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor: ...
-
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]: ...
-
-    def all_gather_object(self, value: str) -> list[str]: ...
-
-
-@dataclass(eq=False)
-class Group:
-    """What was bound together: ops that share memory, their choices, their storages."""
-
-    name: str
-    members: dict[str, Op[..., Any]]
-    choices: dict[str, Choice]
-    fed: bool
-    fixed: Mapping[str, Layout]
-    storages: dict[str, Storage] = field(default_factory=dict)
-    takes: Group | None = None
-    claimed: bool = False
-    runtime: Runtime | None = None
-    bounds: dict[str, Bound[..., Any]] = field(default_factory=dict)
-
-    def __getattr__(self, member: str) -> Any:
-        # members are plain attributes, set at bind; only a missing one comes here
-        raise AttributeError(f"{self.__dict__.get('name')} binds {sorted(self.__dict__['members'])}, not {member!r}")
-
-    @property
-    def layouts(self) -> dict[str, Layout]:
-        """How each memory of the group lies."""
-        return {name: layout for choice in self.choices.values() for name, layout in choice.layouts.items()}
-
-    def states(self) -> dict[str, State]:
-        """The states of all members, by name."""
-        return {s.name: s for op in self.members.values() for s in op.states()}
-
-    def state_bytes(self, slots: int) -> int:
-        """Bytes of a pool of so many slots (or pages), in the layouts chosen."""
-        from math import prod
-
-        from hal.formats import Tensor
-
-        return sum(
-            Tensor(s.dtype).nbytes(prod(self._state_layout(s).pool_shape(s, slots))) for s in self.states().values()
-        )
-
-    def new_state(self, slots: int) -> tuple[torch.Tensor, ...]:
-        """A zeroed pool of so many slots (or pages), a tensor per state, in the layouts chosen."""
-        import torch
-
-        place = self.runtime.place if self.runtime else "cpu"
-        return tuple(
-            torch.zeros(self._state_layout(s).pool_shape(s, slots), dtype=getattr(torch, s.dtype), device=place)
-            for s in self.states().values()
-        )
-
-    def _state_layout(self, state: State) -> StateLayout:
-        layout = self.layouts[state.name]
-        assert isinstance(layout, StateLayout)
-        return layout
-
-
-class Bound(partial[R], Generic[P, R]):
-    """A kernel's callable at a site. Calling it is calling the kernel: no Python frame between."""
-
-    name: str
-    choice: Choice
-    pieces: tuple[tuple[Piece, Callable[P, R]], ...]
-
-    if TYPE_CHECKING:
-
-        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
-
-    def at(self, rows: int) -> Callable[P, R]:
-        """The callable for exactly so many rows; what a captured graph holds."""
-        for piece, call in self.pieces:
-            if piece.rows[1] is None or rows <= piece.rows[1]:
-                return call
-        raise AssertionError("pieces cover all rows")
 
 
 class Runtime:
@@ -137,12 +51,12 @@ class Runtime:
         from hal.probing import probe
 
         self.registry = registry or Registry.installed()
-        self.device = device or probe(self.registry.backends)
+        self.device = device or probe(self.registry.backends, self.registry.broken)
         self.policy = policy or Policy.from_environment()
         self.policy.validate(self.registry)
         self.resolver = Resolver(self.registry, self.device)
         self.load = load
-        self.place = place or ("cpu" if self.device.value("vendor") in ("cpu", None) else "cuda:0")
+        self.place = place or self._backend_of("place") or "cpu"
         if load and comm is None and world != 1:
             raise BindError(f"{world} ranks need a communicator; only Runtime(load=False) goes without")
         self.comm = comm
@@ -188,7 +102,10 @@ class Runtime:
 
     def group_of(self, bound: Bound[..., Any]) -> Group:
         """The group that a callable was bound in."""
-        return self._by_bound[id(bound)]
+        try:
+            return self._by_bound[id(bound)]
+        except KeyError:
+            raise BindError(f"{getattr(bound, 'name', bound)}: was not bound by this runtime") from None
 
     def _bind(
         self,
@@ -203,7 +120,10 @@ class Runtime:
         for op in members.values():
             if op.world not in (1, self.world):
                 raise BindError(f"{name}: {op.title()} is made for world {op.world}, the runtime has {self.world}")
+        if any(group.name == name for group in self.groups):
+            raise BindError(f"{name}: is bound already")
         consumer = self.group_of(feeds) if feeds is not None else None
+        sound(name, members, fed, consumer)
         if consumer is not None:
             form = consumer.choices["op"].op.x  # type: ignore[attr-defined]
             members = {
@@ -211,7 +131,7 @@ class Runtime:
                 for key, op in members.items()
             }
         owner = self.group_of(shares) if isinstance(shares, Bound) else shares
-        names = _alike(name, members, owner)
+        names = alike(name, members, owner)
         fixed = {n: layout for n, layout in (owner.layouts if owner else {}).items() if n in names}
         rules = self.policy.at(name)
         found = self.resolver.resolve(tuple(members.values()), rules, fixed=fixed, fed=fed)
@@ -253,7 +173,7 @@ class Runtime:
     def _bound(self, group: Group, member: str, choice: Choice, scales: Mapping[str, Any]) -> Bound[..., Any]:
         name = group.name if member == "op" else f"{group.name}.{member}"
         if not self.load:
-            return _finish(Bound(partial(_not_loaded, name)), name, choice, ())
+            return finish(Bound(partial(not_loaded, name)), name, choice, ())
         if group.takes and "input_scale" in group.takes.storages:
             scales = {**scales, "out": group.takes.storages["input_scale"].read()}
         return self._callable(choice, name, group.storages, scales)
@@ -262,11 +182,11 @@ class Runtime:
         self, choice: Choice, name: str, storages: Mapping[str, Storage], scales: Mapping[str, Any]
     ) -> Bound[..., Any]:
         pieces = tuple((piece, self._load(piece, choice, name, storages, scales)) for piece in choice.pieces)
-        call: Callable[..., Any] = pieces[0][1] if len(pieces) == 1 else _by_rows(choice.op, pieces)
+        call: Callable[..., Any] = pieces[0][1] if len(pieces) == 1 else by_rows(choice.op, pieces)
         if self.policy.check:
-            call = partial(_checked, choice.op, call)
-            pieces = tuple((piece, partial(_checked, choice.op, inner)) for piece, inner in pieces)
-        return _finish(Bound(call), name, choice, pieces)
+            call = partial(checked, choice, call)
+            pieces = tuple((piece, partial(checked, choice, inner)) for piece, inner in pieces)
+        return finish(Bound(call), name, choice, pieces)
 
     def _load(
         self,
@@ -321,7 +241,11 @@ class Runtime:
 
     @property
     def _capture(self) -> str | None:
-        found = [b.capture for b in self.registry.backends if b.name == self.device.value("vendor")]
+        return self._backend_of("capture")
+
+    def _backend_of(self, what: str) -> str | None:
+        """What the backend of the device's vendor says."""
+        found = [getattr(b, what) for b in self.registry.backends if b.name == self.device.value("vendor")]
         return next(iter(found), None)
 
     def capture(self, work: Callable[[], R]) -> tuple[Callable[[], None], R]:
@@ -341,6 +265,8 @@ class Runtime:
             if group.fed and not group.claimed:
                 form = group.choices["op"].op.x  # type: ignore[attr-defined]
                 raise BindError(f"{group.name}: takes {form} and is fed by nothing; bind its producer with feeds=")
+        if unbound := self.unbound_forces():
+            raise PolicyError("; ".join(unbound))
         missing = [
             f"{storage.name}: {part}"
             for group in self.groups
@@ -354,6 +280,18 @@ class Runtime:
                 storage.seal()
         if self.comm is not None:
             agree(self.comm, self.lines())
+
+    def unbound_forces(self) -> list[str]:
+        """Forces that speak of no op at any site bound: each as a sentence."""
+        bound = [(group.name, c.op.title()) for group in self.groups for _, c in group.walk()]
+        found = []
+        for rule in self.policy.force:
+            if not any(rule.binds(op, site) for site, op in bound):
+                sites = sorted({site for site, op in bound if op == rule.op})
+                shown = ", ".join(sites[:4]) + (" ..." if len(sites) > 4 else "")
+                near = f"its sites are {shown}" if sites else "the op is not bound"
+                found.append(f"{rule} is forced and binds nothing: {near}")
+        return found
 
     def lines(self) -> list[str]:
         """What was chosen, a line for each op; equal on all ranks."""
@@ -372,70 +310,3 @@ class Runtime:
         from hal.report import report
 
         return report(self)
-
-
-def _alike(name: str, members: Mapping[str, Op[..., Any]], owner: Group | None) -> set[str]:
-    """Names of the members' memories; BindError where those of one name differ, or nothing is shared."""
-    have = {n: _shape(m) for op in (owner.members if owner else {}).values() for n, m in op.memories().items()}
-    found: set[str] = set()
-    for op in members.values():
-        for memory, parts in op.memories().items():
-            if have.setdefault(memory, _shape(parts)) != _shape(parts):
-                raise BindError(f"{name}: {memory} is shared as {have[memory]}; {op.title()} has {_shape(parts)}")
-            found.add(memory)
-    if owner and not found & owner.layouts.keys():
-        raise BindError(f"{name}: shares nothing with {owner.name}: {sorted(found)} against {sorted(owner.layouts)}")
-    return found
-
-
-def _shape(memory: tuple[Param, ...] | State) -> str:
-    parts = (memory,) if isinstance(memory, State) else memory
-    return ", ".join(f"{p.name} {list(p.shape)} {p.dtype}" for p in parts)
-
-
-def agree(comm: Comm, lines: Sequence[str]) -> None:
-    """Raise BindError unless all ranks chose alike, naming the first difference."""
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    if len(set(comm.all_gather_object(digest))) == 1:
-        return
-    everyone = [text.split("\n") for text in comm.all_gather_object("\n".join(lines))]
-    for rank, theirs in enumerate(everyone):
-        pairs = zip(everyone[0], theirs, strict=False)
-        differ = next(((a, b) for a, b in pairs if a != b), None)
-        if differ or len(theirs) != len(everyone[0]):
-            shown = differ or (f"{len(everyone[0])} ops", f"{len(theirs)} ops")
-            raise BindError(f"ranks chose differently: rank 0 {shown[0]}; rank {rank} {shown[1]}")
-
-
-def _finish(
-    bound: Bound[..., Any], name: str, choice: Choice, pieces: tuple[tuple[Piece, Callable[..., Any]], ...]
-) -> Bound[..., Any]:
-    bound.name, bound.choice, bound.pieces = name, choice, pieces
-    return bound
-
-
-def _not_loaded(name: str, *args: Any) -> Any:
-    raise BindError(f"{name}: was resolved only (Runtime(load=False)) and cannot be called")
-
-
-def _checked(op: Op[..., Any], call: Callable[..., Any], *args: Any) -> Any:
-    op.check(*args)
-    return call(*args)
-
-
-def _by_rows(op: Op[..., Any], pieces: tuple[tuple[Piece, Callable[..., Any]], ...]) -> Callable[..., Any]:
-    """One comparison of an int per piece boundary."""
-    index, place, axis = op.signature().rows_of()
-    *firsts, (_, last) = pieces
-    bounds = [(piece.rows[1], call) for piece, call in firsts]
-
-    def pick(*args: Any) -> Any:
-        value = args[index] if place is None else args[index][place]
-        rows = (value[0] if isinstance(value, tuple) else value).shape[axis]
-        for most, call in bounds:
-            if rows <= most:
-                return call(*args)
-        return last(*args)
-
-    pick.__name__ = " | ".join(f"{rows_text(p.rows)} {p.kernel.name}" for p, _ in pieces)
-    return pick

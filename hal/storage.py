@@ -66,6 +66,8 @@ class Storage:
         wide = all(t.is_floating_point() and t.element_size() > 1 for t in (tensor, view))
         if tensor.dtype != view.dtype and not wide:
             raise StorageError(f"{self.name}: {part}: expected {view.dtype}, got {tensor.dtype}")
+        if self.sealed:  # a reload: whole again, or seal says what is missing
+            self._put = {p.name: set() for p in self.parts}
         place = view
         for axis, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
             place = place.narrow(axis, offset, size)

@@ -18,6 +18,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import torch
+import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
 KINDS = {"bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn, "fp8e4b8": torch.float8_e4m3fnuz}
@@ -46,10 +47,27 @@ def install() -> None:
     interpreter._convert_float = convert
 
 
+def widen_dots() -> None:
+    """Dots of bfloat16 in float32 (the interpreter multiplies the codes), and bounds that are tensors."""
+    dot, patch = interpreter.InterpreterBuilder.create_dot, interpreter._patch_lang_tensor
+
+    def wide(x: Any) -> Any:
+        if str(x.dtype.scalar) != "bf16":
+            return x
+        bits = np.ascontiguousarray(x.data).view(np.int16)
+        return interpreter.TensorHandle(torch.from_numpy(bits).view(torch.bfloat16).float().numpy(), tl.float32)
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(self, wide(a), wide(b), *rest)
+
+
 def check() -> None:
     """The conversion is the one installed: every code back and forth, every tie to even."""
     import triton
-    import triton.language as tl
 
     @triton.jit
     def cast(source, target, N: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -76,6 +94,7 @@ def main(device: str, *pairs: str) -> None:
 
     torch.set_num_threads(1)
     install()
+    widen_dots()
     check()
     found = {}
     for op, kernel in zip(pairs[::2], pairs[1::2], strict=True):

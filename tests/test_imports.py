@@ -72,7 +72,6 @@ ALLOWED = {
     # the closed list of facts, each with what it is
     "device.py": {"cuda", "rocm", "hip", "nvidia", "amd", "flashinfer", "aiter", "sm_9", "gfx9"},
     "probing.py": {"rocm"},  # names under which a library is distributed
-    "runtime.py": {"cuda"},  # what torch calls a device of either vendor
 }
 
 

@@ -116,7 +116,7 @@ def test_a_forced_composed_kernel_is_not_forced_inside_itself(op, kernel: str, p
     ("prefer", "kernel", "why"),
     [
         (["InProj=torch.separate"], "torch.separate", "preferred by the policy"),
-        (["InProj=torch.padded"], "torch.packed", "ranked first: tier plain, 2 launches"),
+        (["InProj=torch.padded"], "torch.packed", "ranked first for these rows: tier plain, 2 launches"),
         (["InProj=torch.padded", "InProj=torch.separate"], "torch.separate", "preferred by the policy"),
         (["InProj=torch.separate", "InProj@layers.3.*=torch.packed"], "torch.packed", "preferred by the policy"),
     ],

@@ -188,9 +188,7 @@ def test_a_child_is_heard_through_noise(text: str, monkeypatch, tmp_path) -> Non
         (NOISE, "printed no facts"),
     ],
 )
-def test_a_child_that_dies_or_says_nothing_is_an_error_with_its_last_words(
-    text, says, monkeypatch, tmp_path
-) -> None:
+def test_a_child_that_dies_or_says_nothing_is_an_error_with_its_last_words(text, says, monkeypatch, tmp_path) -> None:
     package(monkeypatch, tmp_path / "fake_child", __init__="", ask=text)
     facts, error = attempt(lambda: ask_child("fake_child.ask"))
     assert facts is None

@@ -47,9 +47,7 @@ def test_an_amd_architecture_is_read_in_parts(text: str, parts: tuple) -> None:
     assert rocm.parse_arch(text) == parts
 
 
-@pytest.mark.parametrize(
-    "text", ["gfx9", "gfx90", "foo", "", "gfx942x", "sm_90", "9.4", "gfx9-4-generic", "gfx90g"]
-)
+@pytest.mark.parametrize("text", ["gfx9", "gfx90", "foo", "", "gfx942x", "sm_90", "9.4", "gfx9-4-generic", "gfx90g"])
 def test_what_is_no_amd_architecture_is_an_error_that_shows_one(text: str) -> None:
     with pytest.raises(HalError, match=f"^'{text}' is no AMD architecture; expected gfx.* as in gfx942"):
         rocm.parse_arch(text)
@@ -116,9 +114,7 @@ def test_of_a_chip_that_is_not_listed_no_feature_is_known(answer, arch: str) -> 
     facts = answer()
     features = ("fp8_e4m3fn", "fp4_e2m1", "mma", "tma", "pdl")
     assert facts["arch"].value == arch
-    assert {facts[name] for name in features} == {
-        Fact(None, "probed", f"{arch} is not in the table of architectures")
-    }
+    assert {facts[name] for name in features} == {Fact(None, "probed", f"{arch} is not in the table of architectures")}
 
 
 def cuda_core(monkeypatch, made) -> None:

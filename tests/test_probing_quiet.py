@@ -107,9 +107,7 @@ def test_hip_reads_its_own_variable_first(root, monkeypatch, tmp_path) -> None:
     assert rocm.probe(root)["vendor"].value == "rocm"
 
 
-@pytest.mark.parametrize(
-    "file", ["dev/nvidiactl", "dev/dxg", "proc/driver/nvidia/version", "etc/ld.so.cache", None]
-)
+@pytest.mark.parametrize("file", ["dev/nvidiactl", "dev/dxg", "proc/driver/nvidia/version", "etc/ld.so.cache", None])
 def test_a_cuda_driver_is_known_by_its_files(file: str | None, monkeypatch, tmp_path) -> None:
     install_torch(monkeypatch, tmp_path, "")
     root = write(tmp_path / "root", {file or "lib/libcuda.so.1": "libcuda.so.1"})

@@ -78,7 +78,7 @@ def test_the_layout_not_taken_says_why(op, on: str, kernel: str, kind: str, says
 
 def test_a_kernel_that_could_but_ranks_behind_is_outranked_not_refused() -> None:
     last = {c.kernel: c for c in choose(EVEN, "h200").candidates}["torch.separate"]
-    assert (last.status, last.reason) == ("outranked", "tier plain, 7 launches; torch.packed ranks before it")
+    assert (last.status, last.reason) == ("outranked", "tier plain, 7 launches; torch.packed before it")
 
 
 def test_every_kernel_of_the_op_is_a_candidate() -> None:

@@ -164,7 +164,6 @@ def test_more_ranks_than_kv_heads_keep_each_head_whole(world: int, tmp_path: Pat
     ("changed", "what"),
     [
         ({"linear_num_key_heads": 2}, "key heads: 2 over 4 ranks"),
-        ({"linear_num_key_heads": 4, "linear_num_value_heads": 6}, "value heads: 6 over 4 ranks"),
         ({"num_attention_heads": 6}, "attention heads: 6 over 4 ranks"),
         ({"num_attention_heads": 12, "num_key_value_heads": 6}, "KV heads: 6 over 4 ranks"),
         ({"num_attention_heads": 12, "num_key_value_heads": 3}, "KV heads: 3 over 4 ranks"),

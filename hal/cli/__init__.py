@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ COMMANDS: tuple[Command, ...] = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. 0: fine, 1: a demand that cannot be met, 2: a wrong call."""
+    _open_streams()
     try:
         status = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
@@ -32,11 +34,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as left:  # argparse's own way out
         return left.code if isinstance(left.code, int) else int(left.code is not None)
     except BrokenPipeError:
-        # what is left in the buffer has nowhere to go: do not fail again when the interpreter ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 141
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.EBADF, errno.EIO, errno.ENOSPC):
+            raise
+        _drop_output()
+        print(f"hal: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _open_streams() -> None:
+    """Where a stream was closed by the caller (``>&-``), what is written to it goes nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open until the end
+
+
+def _drop_output() -> None:
+    """What is left in the buffer has nowhere to go: do not fail again when the interpreter ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(argv: list[str]) -> int:

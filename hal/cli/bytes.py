@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
+from hal.binding import Group
 from hal.formats import Tensor
 from hal.layout import Pages, ParamLayout, State, StateLayout
-from hal.runtime import Group, Runtime
+from hal.runtime import Runtime
 
 
 @dataclass(frozen=True)

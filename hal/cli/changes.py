@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentTypeError
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from hal.errors import HalError, UnknownName
@@ -21,9 +21,24 @@ def parse(text: str) -> tuple[str, str]:
 
 
 def changed(op: Op[..., Any], changes: Mapping[str, str]) -> Op[..., Any]:
-    """The op with those of the fields replaced that it has."""
+    """The op with those of the fields replaced that it has; plain formats follow a new ``dtype``."""
     mine = {f.name for f in fields(op)} & changes.keys()
-    return replace(op, **{name: _value(op, name, changes[name]) for name in sorted(mine)})
+    values = {name: _value(op, name, changes[name]) for name in sorted(mine)}
+    if "dtype" in values:
+        old, new = Tensor(getattr(op, "dtype")), Tensor(values["dtype"])  # noqa: B009 - not every op has one
+        values |= {f.name: _follow(getattr(op, f.name), old, new) for f in fields(op) if f.name not in mine}
+    return replace(op, **values)
+
+
+def _follow(value: Any, old: Tensor, new: Tensor) -> Any:
+    """The value with the old format replaced, inside tuples and dataclasses too."""
+    if isinstance(value, Tensor):
+        return new if value == old else value
+    if isinstance(value, tuple):
+        return tuple(_follow(item, old, new) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: _follow(getattr(value, f.name), old, new) for f in fields(value)})
+    return value
 
 
 def check_known(ops: list[Op[..., Any]], changes: Mapping[str, str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hal.device import Device
@@ -53,6 +53,16 @@ def resolving_runtime(args: argparse.Namespace, *, strict: bool = True) -> Runti
     if not strict:
         policy = replace(policy, strict=False)
     return Runtime(device_of(args, registry), policy, registry, load=False, world=args.tp)
+
+
+def broken_json(registry: Registry) -> list[dict[str, Any]]:
+    """The backends, or modules of backends, that failed to import."""
+    return [{"backend": lost.name, "error": lost.error} for lost in registry.broken]
+
+
+def print_broken(registry: Registry) -> None:
+    for lost in registry.broken:
+        print(f"backend {lost.name} is broken: {lost.error}")
 
 
 def device_line(runtime: Runtime) -> str:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+from hal.binding import Group
 from hal.choice import Choice, rows_text
 from hal.cli.changes import changed, check_known
 from hal.errors import HalError, UnknownName
+from hal.layout import Layout
 from hal.ops.base import Op
 from hal.report import pattern
-from hal.runtime import Group, Runtime
+from hal.runtime import Runtime
 
 AnyOp = type[Op[..., Any]]
 
@@ -42,19 +44,63 @@ def decisions(
     ``changes``: fields set by hand; groups with such a field are resolved anew, the others left out.
     ``glob``: only sites that match. Raises UnknownName for a field or a site that is not there.
     """
+    decided = []
+    for group in _with(runtime, op, changes, glob):
+        choices = _again(runtime, group, changes) if changes else group.choices
+        if choices is not None:
+            decided.append((group.name, choices))
+    return _distinct(decided, op, glob)
+
+
+def decisions_alone(
+    runtime: Runtime, built: Runtime, op: AnyOp, changes: Mapping[str, str] | None = None, glob: str | None = None
+) -> list[Decision]:
+    """As ``decisions``, where the whole model cannot be had: each group of ``built`` by itself.
+
+    Problems are those of ``built``, a runtime elsewhere; they are resolved on ``runtime``'s device
+    under its policy, layouts open. Raises what the resolver says of the op where nothing serves it.
+    """
+    groups = _with(built, op, changes, glob)
+    decided = []
+    for group in groups:
+        try:
+            choices = _again(runtime, replace(group, fixed={}), changes or {})
+        except HalError:
+            if any(type(member) is op for member in group.members.values()):
+                raise
+            continue
+        if choices is not None:
+            decided.append((group.name, choices))
+    if found := _distinct(decided, op, glob):
+        return found
+    # no whole that can be had has it as a part: the part by itself
+    parts = [
+        (site, {"op": choice})
+        for group in groups
+        for site, part, _ in _found(group.name, group.choices, op)
+        if glob is None or fnmatchcase(site, glob) or fnmatchcase(group.name, glob)
+        for choice in [_resolved(runtime, site, (changed(part.op, changes or {}),))[0]]
+    ]
+    return _distinct(parts, op, None)
+
+
+def _with(runtime: Runtime, op: AnyOp, changes: Mapping[str, str] | None, glob: str | None) -> list[Group]:
+    """The groups that have the op, at sites that match; fields and sites are checked."""
     groups = [g for g in runtime.groups if any(True for _ in _found(g.name, g.choices, op))]
     if glob is not None and groups:
         groups = _at(groups, op, glob)
     if changes and groups:
         check_known([member for g in groups for member in g.members.values()], changes)
+    return groups
+
+
+def _distinct(decided: list[tuple[str, dict[str, Choice]]], op: AnyOp, glob: str | None) -> list[Decision]:
+    """Groups' choices as decisions about the op, sites that were decided alike together."""
     seen: dict[Any, tuple[Decision, list[str]]] = {}
-    for group in groups:
-        choices = _again(runtime, group, changes) if changes else group.choices
-        if choices is None:
-            continue
-        together = {name: kernels(choice) for name, choice in choices.items()} if len(choices) > 1 else {}
-        for site, choice, whole in _found(group.name, choices, op):
-            if glob is not None and not (fnmatchcase(site, glob) or fnmatchcase(group.name, glob)):
+    for name, choices in decided:
+        together = {member: kernels(choice) for member, choice in choices.items()} if len(choices) > 1 else {}
+        for site, choice, whole in _found(name, choices, op):
+            if glob is not None and not (fnmatchcase(site, glob) or fnmatchcase(name, glob)):
                 continue
             key = (choice.op, choice.shape(), whole.fell_back, choice.candidates, tuple(p.why for p in choice.pieces))
             decision = Decision(choice, (), together, _story(choice, whole))
@@ -81,18 +127,27 @@ def _at(groups: list[Group], op: AnyOp, glob: str) -> list[Group]:
 
 
 def _again(runtime: Runtime, group: Group, changes: Mapping[str, str]) -> dict[str, Choice] | None:
-    """The group's choices with fields changed; nothing where it has none of them."""
+    """The group's choices with fields changed; nothing where it has none of those."""
     members = {name: changed(op, changes) for name, op in group.members.items()}
-    if not any(hasattr(op, name) for op in members.values() for name in changes):
+    if changes and not any(hasattr(op, name) for op in members.values() for name in changes):
         return None
     fed = group.fed and "x" not in changes
-    try:
-        found = runtime.resolver.resolve(
-            tuple(members.values()), runtime.policy.at(group.name), fixed=group.fixed, fed=fed
-        )
-    except HalError as error:
-        raise type(error)(f"{group.name}: {error}") if not isinstance(error, UnknownName) else error from None
+    found = _resolved(runtime, group.name, tuple(members.values()), group.fixed, fed)
     return dict(zip(members, found, strict=True))
+
+
+def _resolved(
+    runtime: Runtime,
+    site: str,
+    ops: tuple[Op[..., Any], ...],
+    fixed: Mapping[str, Layout] | None = None,
+    fed: bool = False,
+) -> tuple[Choice, ...]:
+    """What the resolver says of these ops at a site; its error names the site."""
+    try:
+        return runtime.resolver.resolve(ops, runtime.policy.at(site), fixed=fixed, fed=fed)
+    except HalError as error:
+        raise type(error)(f"{site}: {error}") if not isinstance(error, UnknownName) else error from None
 
 
 def kernels(choice: Choice) -> str:

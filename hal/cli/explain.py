@@ -8,11 +8,12 @@ from typing import Any
 
 from hal.choice import rows_text
 from hal.cli.changes import changed, check_known, parse
-from hal.cli.common import add_device, add_json, device_line, positive, resolving_runtime
-from hal.cli.decisions import AnyOp, Decision, decisions
+from hal.cli.common import add_device, add_json, device_line, positive, print_broken, resolving_runtime
+from hal.cli.decisions import AnyOp, Decision, decisions, decisions_alone
 from hal.cli.models import build, lost, published
 from hal.cli.shape import decision_json
 from hal.cli.show import print_json, print_table, settings_text
+from hal.device import load_device
 from hal.errors import HalError, PolicyError
 from hal.ops import op_class
 from hal.policy import Policy
@@ -54,8 +55,7 @@ def run(args: argparse.Namespace) -> int:
     print(device_line(runtime))
     for decision, data in zip(found, shown, strict=True):
         _print(decision, data)
-    for broken in runtime.registry.broken:
-        print(f"backend {broken.name} is broken: {broken.error}")
+    print_broken(runtime.registry)
     return 0
 
 
@@ -66,7 +66,16 @@ def _problems(
     first = runtime
     for name in [model] if model else published():
         runtime = _like(first)
-        build(name, runtime)
+        try:
+            build(name, runtime)
+        except HalError as error:
+            # another op of the model may be what fails: this one is asked about by itself
+            if found := decisions_alone(runtime, _elsewhere(name, runtime, error), op, changes, site):
+                why = str(error).splitlines()[0]
+                return runtime, found, f"{name}, of which {runtime.device.label} cannot run everything: {why}"
+            if model:
+                raise
+            continue
         if found := decisions(runtime, op, None, site):
             return runtime, _changed(runtime, op, found, changes, site), name
         if model:
@@ -88,6 +97,16 @@ def _changed(
     if not again:
         raise HalError(f"with {settings_text(changes)} nothing that runs has a part {op.title()} any more")
     return again
+
+
+def _elsewhere(name: str, runtime: Runtime, error: HalError) -> Runtime:
+    """The model on the shipped CPU profile under no policy: its problems. Raises ``error`` where that fails."""
+    built = Runtime(load_device("cpu"), Policy(), runtime.registry, load=False, world=runtime.world)
+    try:
+        build(name, built)
+    except HalError:
+        raise error from None
+    return built
 
 
 def _like(runtime: Runtime) -> Runtime:

@@ -21,10 +21,7 @@ def build(name: str, runtime: Runtime) -> None:
 def _find(name: str) -> tuple[Family, str]:
     path = Path(name)
     if not path.is_dir():
-        try:
-            return family_of(name), name
-        except HalError as error:
-            raise HalError(f"{error}{lost()}") from None
+        return _named(name), name
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{path}: a checkpoint's folder has a config.json, this one has none")
     refused = []
@@ -36,6 +33,22 @@ def _find(name: str) -> tuple[Family, str]:
         else:
             return family, name
     raise CheckpointError(f"{path}: no family takes it; {'; '.join(refused) or 'none is installed'}{lost()}")
+
+
+def _named(name: str) -> Family:
+    """The family that publishes a name, else one that knows it all the same, such as that of a shipped checkpoint."""
+    try:
+        return family_of(name)
+    except HalError as error:
+        refused = []
+        for family in families()[0]:
+            try:
+                family.configure(name)
+            except HalError as own:
+                refused.append(str(own))
+            else:
+                return family
+        raise HalError(f"{'; '.join(refused) or error}{lost()}") from None
 
 
 def published() -> list[str]:

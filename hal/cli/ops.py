@@ -7,7 +7,7 @@ import inspect
 from dataclasses import MISSING, fields
 from typing import Any
 
-from hal.cli.common import add_json
+from hal.cli.common import add_json, broken_json, print_broken
 from hal.cli.show import plain, print_json, print_table
 from hal.device import FACTS, Device, Fact
 from hal.kernel import TIERS, Kernel
@@ -30,11 +30,15 @@ def run(args: argparse.Namespace) -> int:
     registry = Registry.installed()
     if op is not None:
         data = one(op, registry)
-        print_json(data) if args.json else _print_one(data)
+        if args.json:
+            print_json(data)
+            return 0
+        _print_one(data)
+        print_broken(registry)
         return 0
     rows = [_row(cls, registry) for cls in OPS.values()]
     if args.json:
-        print_json({"schema": SCHEMA, "ops": rows})
+        print_json({"schema": SCHEMA, "ops": rows, "broken": broken_json(registry)})
         return 0
     for coarse, head in ((True, "coarse: what models call"), (False, "fine: what composed kernels are made of")):
         print(head)
@@ -42,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         print_table(
             ("op", "kernels", "contract"), [(r["op"], _by_tier(r["kernels"]), r["contract"]) for r in chosen], 2
         )
-    _print_broken(registry)
+    print_broken(registry)
     return 0
 
 
@@ -97,6 +101,7 @@ def one(op: type[Op[..., Any]], registry: Registry) -> dict[str, Any]:
             }
             for k in sorted(registry.kernels(op), key=_rank)
         ],
+        "broken": broken_json(registry),
     }
 
 
@@ -130,8 +135,3 @@ def _print_one(data: dict[str, Any]) -> None:
     print()
     shown = [(k["kernel"], k["tier"], ", ".join(k["needs"]), k["code"]) for k in data["kernels"]]
     print_table(("kernel", "tier", "needs", "code"), shown)
-
-
-def _print_broken(registry: Registry) -> None:
-    for lost in registry.broken:
-        print(f"backend {lost.name} is broken: {lost.error}")

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from typing import Any
 
 from hal.cli.bytes import sizes
-from hal.cli.common import add_device, add_json, device_line, positive, resolving_runtime
+from hal.cli.common import (
+    add_device,
+    add_json,
+    broken_json,
+    device_line,
+    positive,
+    print_broken,
+    resolving_runtime,
+)
 from hal.cli.models import build
 from hal.cli.show import print_json, print_table
-from hal.errors import UnknownName
+from hal.errors import PolicyError, UnknownName
 from hal.report import Line, lines, size
 from hal.runtime import Runtime
 
@@ -30,6 +39,9 @@ def run(args: argparse.Namespace) -> int:
         raise UnknownName("scheme", args.scheme, SCHEMES)
     runtime = resolving_runtime(args)
     build(args.model, runtime)
+    # a force that names an op or a site that this model has not
+    if unbound := runtime.unbound_forces():
+        raise PolicyError("; ".join(unbound))
     data = plan_json(args.model, runtime)
     print_json(data) if args.json else _print(runtime, data)
     return 0
@@ -38,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
 def plan_json(model: str, runtime: Runtime) -> dict[str, Any]:
     """The whole plan: schema ``hal.plan/1``."""
     found, costs = lines(runtime), sizes(runtime)
+    refused = _refused(found, {f"backend {b.name}" for b in runtime.registry.broken})
     return {
         "schema": SCHEMA,
         "model": model,
@@ -54,8 +67,9 @@ def plan_json(model: str, runtime: Runtime) -> dict[str, Any]:
             for line in found
             for kernel, each in line.moves()
         ],
-        "broken": [{"backend": b.name, "error": b.error} for b in runtime.registry.broken],
-        "refused": _refused(found, {f"backend {b.name}" for b in runtime.registry.broken}),
+        "broken": broken_json(runtime.registry),
+        "refused": sum(refused.values()),
+        "refused_by_op": refused,
     }
 
 
@@ -71,17 +85,16 @@ def _line(line: Line) -> dict[str, Any]:
     }
 
 
-def _refused(found: list[Line], broken: set[str]) -> int:
-    """Kernels that serve an op of the model by name and were refused at some site, parts included."""
-    return len(
-        {
-            (choice.op.title(), candidate.kernel)
-            for line in found
-            for _, choice in line.choice.walk()
-            for candidate in choice.candidates
-            if candidate.status == "refused" and candidate.kernel not in broken
-        }
-    )
+def _refused(found: list[Line], broken: set[str]) -> dict[str, int]:
+    """By op, how many of its kernels were refused at some site, parts included."""
+    pairs = {
+        (choice.op.title(), candidate.kernel): None
+        for line in found
+        for _, choice in line.choice.walk()
+        for candidate in choice.candidates
+        if candidate.status == "refused" and candidate.kernel not in broken
+    }
+    return dict(Counter(op for op, _ in pairs))
 
 
 def _print(runtime: Runtime, data: dict[str, Any]) -> None:
@@ -98,9 +111,9 @@ def _print(runtime: Runtime, data: dict[str, Any]) -> None:
     fallen = [line for line in data["lines"] if line["fell_back"]]
     for line in fallen:
         print(f"fell back: {_name(line['site'], len(line['sites']))}: {line['fell_back']}")
-    for lost in data["broken"]:
-        print(f"backend {lost['backend']} is broken: {lost['error']}")
-    print(f"kernels refused: {data['refused']}; hal explain OP says why")
+    print_broken(runtime.registry)
+    by_op = ", ".join(f"{op} {count}" for op, count in data["refused_by_op"].items())
+    print(f"kernels refused: {data['refused']}" + (f" ({by_op}); hal explain OP says why" if by_op else ""))
     if not fallen:
         print("nothing fell back")
 

@@ -61,7 +61,7 @@ def for_rows(candidate: Candidate, piece: Piece, rows: int) -> Candidate:
     if not _takes(candidate.rows, rows):
         return Candidate(name, candidate.rows, "refused", "op", f"takes rows {rows_text(candidate.rows)}, not {rows}")
     own = candidate.reason.partition("; ")[0] or "eligible"
-    return Candidate(name, candidate.rows, "outranked", "", f"{own}; {chosen} ranks before it")
+    return Candidate(name, candidate.rows, "outranked", "", f"{own}; {chosen} before it")
 
 
 def _takes(range_: Rows, rows: int) -> bool:

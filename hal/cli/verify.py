@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from hal.cli.common import add_json
+from hal.cli.common import add_json, broken_json, print_broken
 from hal.cli.show import print_json, print_table
 from hal.errors import HalError, UnknownName
 from hal.ops import OPS, op_class
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 SCHEMA = "hal.verify/1"
 STATUSES = ("passed", "failed", "refused")
+STICKY = ("AcceleratorError", "CUDA error", "HIP error", "illegal memory access")
+LOST = "the device's context is lost, and the rest was not run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +41,11 @@ def run(args: argparse.Namespace) -> int:
     runtime = Runtime(probe(registry.backends, registry.broken), registry=registry)
     verdicts = list(_verdicts(runtime, ops, args.kernel))
     failures = [v for v in verdicts if v.status == "failed"]
+    stopped = LOST if verdicts and _loses_device(verdicts[-1]) else ""
+    asked = [op.title() for op in ops] if args.ops else []
+    unverified = [] if stopped else _unverified(verdicts, asked, args.kernel)
     counts = _counts(verdicts)
+    status = int(bool(failures or unverified or registry.broken))
     if args.json:
         print_json(
             {
@@ -49,15 +55,27 @@ def run(args: argparse.Namespace) -> int:
                 "results": counts,
                 "failures": [_row(v) for v in failures],
                 "refusals": [_row(v) for v in verdicts if v.status == "refused"],
+                "unverified": unverified,
+                "stopped": stopped,
+                "broken": broken_json(registry),
             }
         )
-        return int(bool(failures))
+        return status
     print(f"device {runtime.device.label} ({runtime.device.value('vendor')} {runtime.device.value('arch')})")
     print_table(("op", "kernel", *STATUSES), [tuple(row.values()) for row in counts])
+    for row in counts:
+        if row["refused"] and not row["passed"] and not row["failed"]:
+            found = dict.fromkeys(v.detail for v in verdicts if (v.op, v.kernel) == (row["op"], row["kernel"]))
+            print(f"refused: {row['op']} on {row['kernel']}: {'; '.join(found)}")
     for v in failures:
         print(f"failed: {v.op} on {v.kernel}, case {v.case!r}: {v.detail}")
-    print(", ".join(f"{sum(row[status] for row in counts)} {status}" for status in STATUSES))
-    return int(bool(failures))
+    for missed in unverified:
+        print(f"nothing verified: {missed['what']}: {missed['why']}")
+    print_broken(registry)
+    if stopped:
+        print(f"stopped after {verdicts[-1].op} on {verdicts[-1].kernel}: {stopped}")
+    print(", ".join(f"{sum(row[name] for row in counts)} {name}" for name in STATUSES))
+    return status
 
 
 def _has_torch() -> bool:
@@ -73,15 +91,41 @@ def _verdicts(runtime: Runtime, ops: list[type[Op[..., Any]]], kernel: str | Non
 
     known = {name for op in ops for name in runtime.registry.names(op)}
     if kernel is not None and kernel not in known:
-        raise UnknownName("kernel", kernel, known)
+        lost = "".join(f"; backend {b.name} is broken: {b.error}" for b in runtime.registry.broken)
+        raise HalError(f"{UnknownName('kernel', kernel, known)}{lost}")
     for op in ops:
         for name in runtime.registry.names(op):
             if kernel not in (None, name):
                 continue
             try:
-                yield from verify_kernel(runtime, op, name)
+                for verdict in verify_kernel(runtime, op, name):
+                    yield verdict
+                    if _loses_device(verdict):
+                        return
             except Exception as error:  # noqa: BLE001 - a kernel may raise anything; the others still have their turn
-                yield Verdict(op.title(), name, "any", "failed", f"raised, later cases were not run: {said(error)}")
+                verdict = Verdict(op.title(), name, "any", "failed", f"raised {said(error)}; later cases were not run")
+                yield verdict
+                if _loses_device(verdict):
+                    return
+
+
+def _loses_device(verdict: Verdict) -> bool:
+    """Whether a kernel raised what every later call on the device would raise too."""
+    _, raised, error = verdict.detail.partition("raised ")
+    return verdict.status == "failed" and bool(raised) and any(sign in error for sign in STICKY)
+
+
+def _unverified(verdicts: list[Verdict], asked: list[str], kernel: str | None) -> list[dict[str, str]]:
+    """What was asked for by name of which no case ran, and why."""
+    wanted = [(op, [v for v in verdicts if v.op == op]) for op in asked]
+    if kernel is not None and not asked:
+        wanted = [(kernel, verdicts)]
+    named = f" {kernel}" if kernel else ""
+    return [
+        {"what": what, "why": "all refused" if found else f"no kernel{named}"}
+        for what, found in wanted
+        if all(v.status == "refused" for v in found)
+    ]
 
 
 def _counts(verdicts: list[Verdict]) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from hal.backend import said
+from hal.binding import Bound
 from hal.conformance.inputs import Inputs, arguments, make
 from hal.errors import HalError
 from hal.formats import Encoded, Quantized
@@ -16,7 +17,7 @@ from hal.ops import OPS
 from hal.ops.base import Case, Op
 from hal.ops.formulas import decode
 from hal.policy import Policy
-from hal.runtime import Bound, Runtime
+from hal.runtime import Runtime
 
 if TYPE_CHECKING:
     import torch

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from math import prod
+from math import inf, prod
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, ParamSpec, TypeVar
 
-from hal.errors import CheckError
+from hal.errors import CheckError, HalError
 from hal.formats import Encoded, Format, Quantized, dtype
 from hal.layout import Param, State
 
@@ -118,6 +118,16 @@ class Op(Generic[P, R]):
     world: int = 1
     coarse: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+                raise HalError(f"{self.title()}: {f.name}: expected 1 or more, got {value}")
+            if isinstance(value, float) and not 0 <= value < inf:
+                raise HalError(f"{self.title()}: {f.name}: expected a finite number of 0 or more, got {value}")
+            if f.name.endswith("dtype") and not dtype(value).floating:
+                raise HalError(f"{self.title()}: {f.name}: expected a floating dtype, got {value}")
+
     @classmethod
     def title(cls) -> str:
         """The op's name, as policies and reports write it."""
@@ -205,14 +215,28 @@ def check(op: Op[..., Any], args: Sequence[Any]) -> None:
             _check_format(op, item, value, symbols)
             continue
         if not isinstance(value, tuple) or len(value) != len(item.items):
-            raise CheckError(f"{op.title()}: {item.name}: expected a tuple of {len(item.items)} tensors")
+            got = f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
+            raise CheckError(f"{op.title()}: {item.name}: expected a tuple of {len(item.items)} tensors, got {got}")
         for arg, tensor in zip(item.items, value, strict=True):
             _check_format(op, arg, tensor, symbols)
     if signature.batch:
-        slots = None
-        if signature.state and args[-2]:
-            slots = args[-2][0].shape[0]
+        slots = _check_state(op, args[-2]) if signature.state else None
         _check_batch(op, args[-1], symbols.get("rows", 0), slots)
+
+
+def _check_state(op: Op[..., Any], pools: Any) -> int:
+    """Number of slots in the pools, whose count and dtypes must be the states'."""
+    states = op.states()
+    if not isinstance(pools, tuple) or len(pools) != len(states) or not all(hasattr(p, "stride") for p in pools):
+        got = f"a tuple of {len(pools)}" if isinstance(pools, tuple) else type(pools).__name__
+        raise CheckError(f"{op.title()}: state: expected pools of {', '.join(s.name for s in states)}, got {got}")
+    for state, pool in zip(states, pools, strict=True):
+        if str(pool.dtype) != f"torch.{state.dtype}" or pool.shape[0] != pools[0].shape[0]:
+            raise CheckError(
+                f"{op.title()}: state {state.name}: expected {state.dtype} [{pools[0].shape[0]}, ...], "
+                f"got {str(pool.dtype).removeprefix('torch.')} {list(pool.shape)}"
+            )
+    return int(pools[0].shape[0])
 
 
 def _check_format(op: Op[..., Any], arg: Arg, value: Any, symbols: dict[str, int]) -> None:
@@ -234,7 +258,8 @@ def _check_tensor(op: Op[..., Any], arg: Arg, kind: str, tensor: Any, symbols: d
     for size, have in zip(arg.shape, tensor.shape, strict=True):
         want = symbols.setdefault(size, have) if isinstance(size, str) else size
         if want != have:
-            raise CheckError(f"{where}: expected {arg} with {size} = {want}, got {got}")
+            equal = f" with {size} = {want}" if isinstance(size, str) else ""
+            raise CheckError(f"{where}: expected {arg}{equal}, got {got}")
     if str(tensor.dtype) != f"torch.{kind}":
         raise CheckError(f"{where}: expected {arg}, got {got}")
     dense, strides = 1, tensor.stride()
@@ -245,9 +270,21 @@ def _check_tensor(op: Op[..., Any], arg: Arg, kind: str, tensor: Any, symbols: d
 
 
 def _check_batch(op: Op[..., Any], batch: Batch, rows: int, slots: int | None) -> None:
+    if not hasattr(batch, "host"):
+        raise CheckError(f"{op.title()}: batch: expected a Batch, got {type(batch).__name__}")
+    if op.mode and batch.mode != op.mode:
+        raise CheckError(f"{op.title()}: batch: expected one of mode {op.mode}, got {batch.mode}")
     tokens = batch.host.tokens
-    if rows not in (tokens, len(batch.host.slots)):
+    if rows != tokens:
         raise CheckError(f"{op.title()}: batch: expected {rows} rows, it describes {tokens} tokens")
+    size = getattr(op, "page_size", 0)
+    if size and slots is not None:
+        most = max((n for n, s in zip(batch.host.kv_lengths, batch.host.slots, strict=True) if s >= 0), default=0)
+        if batch.page_table.shape[1] * size < most:
+            raise CheckError(
+                f"{op.title()}: batch.page_table: expected pages of {size} for {most} tokens, "
+                f"got {batch.page_table.shape[1]}"
+            )
     if slots is None:
         return
     used = [slot for slot in batch.host.slots if slot >= 0]

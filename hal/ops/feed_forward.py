@@ -132,6 +132,8 @@ class MoE(_FeedForward):
             Case("no rows", op, (0,)),
             Case("one expert takes all", replace(op, top_k=1), (5,), variant="one expert"),
             Case("all experts", replace(op, top_k=6), (5,)),
+            Case("bfloat16", replace(op, dtype="bfloat16", experts=16, top_k=4, hidden=64), (9,)),
+            Case("bfloat16, one row", replace(op, dtype="bfloat16", experts=16, top_k=4, hidden=64), (1,)),
         ]
 
     def adjust(self, variant: str, problem: Problem) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, ClassVar
 
+from hal.errors import HalError
 from hal.formats import STATIC_FP8, Format, Quantized, Scale, Tensor
 from hal.layout import Param
 from hal.ops.base import Arg, Case, Op, Outcome, Pack, Problem, Signature
@@ -69,6 +71,12 @@ class InProj(Op[["torch.Tensor", "torch.Tensor"], "tuple[tuple[torch.Tensor, ...
     dtype: str = "bfloat16"
     eps: float = 1e-6
     coarse: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        runs = [name for name, _ in groupby(p.output for p in self.parts)]
+        if len(set(runs)) != len(runs):
+            raise HalError(f"InProj: parts: the parts of an output must stand together, got outputs {', '.join(runs)}")
 
     def outputs(self) -> dict[str, int]:
         """Width of each output, in order."""

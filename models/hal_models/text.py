@@ -6,7 +6,7 @@ import codecs
 from pathlib import Path
 from typing import Any, Protocol
 
-from hal.errors import CheckpointError
+from hal.errors import CheckpointError, HalError
 
 BYTE_VOCAB = 1024  # a vocabulary beyond this is no alphabet of bytes
 
@@ -31,7 +31,7 @@ class Bytes:
     """Tokens 0 to 255 are bytes; others, such as an end marker, are no text."""
 
     def encode(self, text: str) -> list[int]:
-        return list(text.encode())
+        return list(_bytes(text))
 
     def stream(self) -> Stream:
         return _ByteStream()
@@ -60,7 +60,7 @@ class Tokenizer:
             raise CheckpointError(f"{path}: cannot be read as a tokenizer: {error}") from None
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._fast.encode(text).ids
+        ids: list[int] = self._fast.encode(printable(text)).ids
         return ids
 
     def stream(self) -> Stream:
@@ -90,6 +90,19 @@ class _TokenStream:
             self._ids = self._ids[-4:]
             self._said = self._fast.decode(self._ids)
         return new
+
+
+def _bytes(text: str) -> bytes:
+    """The text as UTF-8; bytes of a command line that are none come as surrogate escapes."""
+    try:
+        return text.encode(errors="surrogateescape")
+    except UnicodeEncodeError as error:
+        raise HalError(f"text cannot be written as bytes: {error.reason} at character {error.start}") from None
+
+
+def printable(text: str) -> str:
+    """The text with bytes that are no UTF-8 replaced."""
+    return _bytes(text).decode(errors="replace")
 
 
 def text_of(folder: Path, vocab: int) -> Text:

@@ -7,4 +7,5 @@ backend = Backend(
     declarations=("hal_cuda.linear",),
     probe="hal_cuda.probe:probe",
     capture="hal_triton.graphs:capture",
+    place="cuda:0",
 )

@@ -2,4 +2,4 @@
 
 from hal.backend import Backend
 
-backend = Backend("rocm", probe="hal_rocm.probe:probe", capture="hal_triton.graphs:capture")
+backend = Backend("rocm", probe="hal_rocm.probe:probe", capture="hal_triton.graphs:capture", place="cuda:0")

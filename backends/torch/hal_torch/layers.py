@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from hal.device import Device
 from hal.formats import Tensor
 from hal.kernel import Kernel, Part, Rows, kernel
+from hal.numerics import REASSOCIATED, Numerics
 from hal.ops import AddRMSNorm, MoE
 from hal.requirement import library
 
@@ -17,6 +19,9 @@ GATHER_ROWS = 4  # above, copies of experts' weights cost more than calls per ex
 
 class _MoE(Kernel[MoE]):
     needs = TORCH
+
+    def numerics(self, op: MoE) -> Numerics:
+        return replace(REASSOCIATED, roundings=3)  # gate and up, their product, each expert's result
 
     def parts(self, op: MoE) -> Mapping[str, Part]:
         form = Tensor(op.dtype)

@@ -5,9 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from typing import TYPE_CHECKING
 
 from hal.errors import HalError
-from hal_models.commands.loading import checkpoint, common, loaded
+from hal_models.commands.loading import Bar, checkpoint, common, loaded
+
+if TYPE_CHECKING:
+    from hal_models.qwen3_5.model import Qwen35
+    from hal_models.scoring import Score
+
+TOGETHER = 50  # lines scored in a step
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +28,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Score; exit status 1 below ``--least``."""
-    from hal_models.scoring import scored
     from hal_models.tasks import lines
     from hal_models.text import BYTE_VOCAB
 
@@ -31,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if model.cfg.vocab > BYTE_VOCAB:
         raise HalError(f"accuracy: the tasks are written in bytes; {args.checkpoint} has {model.cfg.vocab} tokens")
     start = time.perf_counter()
-    found = scored(model, lines(args.seed, args.lines))
+    found = _scored(model, lines(args.seed, args.lines))
     seconds = time.perf_counter() - start
     if model.runtime.rank == 0:
         if args.json:
@@ -53,3 +59,19 @@ def run(args: argparse.Namespace) -> int:
             print(f"{found.nll_per_byte:.6f} nats per answer byte, over {found.bytes} bytes")
             print(f"{model.cfg.dtype} on {model.runtime.device.value('name')}, {seconds:.1f} s")
     return int(args.least is not None and found.accuracy < args.least)
+
+
+def _scored(model: Qwen35, lines: list[tuple[str, str, str]]) -> Score:
+    """The score of all lines, step by step in order of length, with a bar on a terminal."""
+    from hal_models.scoring import Score, scored
+
+    ordered = sorted(lines, key=lambda line: len(line[1].encode() + line[2].encode()))
+    exact = count = 0
+    nll = 0.0
+    with Bar("scoring") as bar:
+        for start in range(0, len(ordered), TOGETHER):
+            some = scored(model, ordered[start : start + TOGETHER], TOGETHER)
+            exact, count, nll = exact + some.exact, count + some.bytes, nll + some.nll
+            if bar:
+                bar(start + some.lines, len(ordered), "scoring")
+    return Score(len(ordered), exact, count, nll)

@@ -28,7 +28,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Generate, streaming a single prompt; several come one after the other, each with its prompt."""
     from hal_models.engine import PAGE_SIZE, Engine, Request
-    from hal_models.text import text_of
+    from hal_models.text import printable, text_of
 
     sampling = Sampling(args.temperature, args.top_p, args.top_k, args.seed)
     folder = checkpoint(args.checkpoint)
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     text = text_of(folder, model.cfg.vocab)
     stops = set(model.cfg.stops)
     for stop in args.stop:
-        ids = text.encode(stop.encode().decode("unicode_escape"))
+        ids = text.encode(_unescaped(stop))
         if len(ids) != 1:
             raise HalError(f"generate: --stop: expected one token, {stop!r} is {len(ids)}")
         stops.add(ids[0])
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
             live.flush()
     if out and args.json:
         rows = [
-            {"prompt": p, "text": w, "tokens": t, "finish": f}
+            {"prompt": printable(p), "text": w, "tokens": t, "finish": f}
             for p, w, t, f in zip(args.prompt, written, tokens, finish, strict=True)
         ]
         print(json.dumps({"schema": "hal.generate/1", "completions": rows}), file=out)
@@ -73,5 +73,13 @@ def run(args: argparse.Namespace) -> int:
         live.write("\n")
     elif out:
         for prompt, more in zip(args.prompt, written, strict=True):
-            print(prompt + more, file=out)
+            print(printable(prompt) + more, file=out)
     return 0
+
+
+def _unescaped(stop: str) -> str:
+    """A stop with escapes such as ``\\n`` read; other characters stay what they are."""
+    try:
+        return stop.encode("latin-1", "backslashreplace").decode("unicode_escape")
+    except UnicodeDecodeError as error:
+        raise HalError(f"generate: --stop: {stop!r} has a bad escape: {error.reason}") from None

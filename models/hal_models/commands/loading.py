@@ -6,18 +6,26 @@ import argparse
 import sys
 from pathlib import Path
 
+from hal.errors import CheckpointError
 from hal.policy import Policy
 from hal.runtime import Runtime
 from hal_models.qwen3_5.config import configure
 from hal_models.qwen3_5.model import Qwen35
+from hal_models.qwen3_5.published import PUBLISHED
 from hal_models.qwen3_5.weights import Progress, load
+from hal_models.shipped import SHIPPED, folder_of, shipped
 
-SHIPPED = Path(__file__).parent.parent / "tiny"
+__all__ = ["SHIPPED", "Bar", "checkpoint", "common", "loaded"]
 
 
 def checkpoint(name: str) -> Path:
-    """A folder, or a shipped checkpoint by name: ``tiny-dense``, ``tiny-moe``."""
-    return {f"tiny-{path.name}": path for path in SHIPPED.iterdir() if path.is_dir()}.get(name, Path(name))
+    """A folder, or a shipped checkpoint by name: ``tiny-dense``, ``tiny-moe``. Errors: CheckpointError."""
+    folder = folder_of(name)
+    if folder.exists():
+        return folder
+    if name in PUBLISHED:
+        raise CheckpointError(f"{name}: a published name has no weights here; give the folder of its checkpoint")
+    raise CheckpointError(f"{name}: no such folder; checkpoints known by name: {', '.join(shipped())}")
 
 
 def common(parser: argparse.ArgumentParser) -> None:
@@ -32,28 +40,31 @@ def loaded(folder: Path, dtype: str | None) -> Qwen35:
 
     runtime = Runtime(policy=Policy.from_environment(), comm=from_environment())
     model = Qwen35(configure(str(folder)).typed(dtype), runtime)
-    with _Bar() as bar:
+    with Bar("loading") as bar:
         load(model, folder, bar)
     return model
 
 
-class _Bar:
+class Bar:
     """A progress bar on standard error, where that is a terminal."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
 
     def __enter__(self) -> Progress | None:
         self._bar = None
         if not sys.stderr.isatty():
             return None
         from rich.console import Console
-        from rich.progress import Progress as Bar
+        from rich.progress import Progress as Shown
 
-        self._bar = Bar(console=Console(stderr=True), transient=True)
+        self._bar = Shown(console=Console(stderr=True), transient=True)
         self._bar.start()
-        task = self._bar.add_task("loading")
+        task = self._bar.add_task(self._what)
 
         def update(count: int, total: int, name: str) -> None:
             if self._bar is not None:
-                self._bar.update(task, completed=count, total=total, description=name or "loaded")
+                self._bar.update(task, completed=count, total=total, description=name or self._what)
 
         return update
 

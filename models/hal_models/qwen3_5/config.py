@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from hal.errors import CheckpointError, UnknownName
 from hal_models.qwen3_5.published import PUBLISHED
+from hal_models.shipped import folder_of, shipped
 
 Kind = Literal["linear_attention", "full_attention"]
 KINDS = ("linear_attention", "full_attention")
@@ -55,9 +56,9 @@ def configure(name: str) -> Config:
     """The configuration of a published name, or of a folder with a config.json."""
     if name in PUBLISHED:
         return parse(name, PUBLISHED[name])
-    folder = Path(name)
+    folder = folder_of(name)
     if not folder.exists():
-        raise UnknownName("model (no such folder either)", name, PUBLISHED)
+        raise UnknownName("model (no such folder either)", name, (*PUBLISHED, *shipped()))
     path = folder / "config.json"
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -83,6 +84,10 @@ def parse(name: str, data: dict[str, Any], stops: tuple[int, ...] = ()) -> Confi
     fields.expect("quantization_config", None)
     experts = fields.size("num_experts") if moe else 0
     head_dim = fields.size("head_dim")
+    _divides(fields, "num_attention_heads", "num_key_value_heads")
+    _divides(fields, "linear_num_value_heads", "linear_num_key_heads")
+    if moe and (taken := fields.size("num_experts_per_tok")) > experts:
+        raise CheckpointError(f"{name}: num_experts_per_tok: expected at most {experts}, got {taken}")
     theta, rotary_dim, sections = _rope(fields, head_dim)
     return Config(
         name=name,
@@ -96,7 +101,7 @@ def parse(name: str, data: dict[str, Any], stops: tuple[int, ...] = ()) -> Confi
         key_head_dim=fields.size("linear_key_head_dim"),
         value_head_dim=fields.size("linear_value_head_dim"),
         conv_width=fields.size("linear_conv_kernel_dim"),
-        state_dtype=fields.get("mamba_ssm_dtype", "float32"),
+        state_dtype=_state_dtype(fields),
         heads=fields.size("num_attention_heads"),
         kv_heads=fields.size("num_key_value_heads"),
         head_dim=head_dim,
@@ -111,6 +116,13 @@ def parse(name: str, data: dict[str, Any], stops: tuple[int, ...] = ()) -> Confi
         stops=tuple(dict.fromkeys((*_ids(name, fields.get("eos_token_id", None)), *stops))),
         max_positions=fields.size("max_position_embeddings"),
     )
+
+
+def _divides(fields: _Fields, many: str, few: str) -> None:
+    if fields.size(many) % fields.size(few):
+        raise CheckpointError(
+            f"{fields.name}: {many}: expected a multiple of {few}, {fields.size(few)}; got {fields.size(many)}"
+        )
 
 
 class _Fields:
@@ -222,6 +234,13 @@ def _dtype(fields: _Fields) -> str:
     name: str = fields.one("dtype", [str(value).removeprefix("torch.") for value in found], "bfloat16")
     if name not in ("bfloat16", "float16", "float32"):
         raise CheckpointError(f"{fields.name}: dtype: expected bfloat16, float16 or float32, got {name!r}")
+    return name
+
+
+def _state_dtype(fields: _Fields) -> str:
+    name: str = fields.get("mamba_ssm_dtype", None) or "float32"
+    if name not in ("float32", "bfloat16"):
+        raise CheckpointError(f"{fields.name}: mamba_ssm_dtype: expected float32 or bfloat16, got {name!r}")
     return name
 
 

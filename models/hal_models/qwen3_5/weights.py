@@ -14,7 +14,7 @@ from hal_models.files import Files
 from hal_models.qwen3_5.model import Attention, GatedDeltaNet, Qwen35
 
 if TYPE_CHECKING:
-    from hal.runtime import Group
+    from hal.binding import Group
 
 PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")

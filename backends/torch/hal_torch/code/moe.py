@@ -23,9 +23,9 @@ def routed(x: Tensor, router: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 def activated(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` of both halves of the last axis."""
-    gate, up = gate_up.chunk(2, -1)
-    return silu(gate) * up
+    """``silu(gate) * up`` of both halves of the last axis, in float32."""
+    gate, up = gate_up.float().chunk(2, -1)
+    return (silu(gate) * up).to(gate_up.dtype)
 
 
 def _moe(site: Site, experts: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Call:
@@ -37,7 +37,8 @@ def _moe(site: Site, experts: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Cal
         x, residual = norm(partial, residual)
         weights, ids = routed(x, router, top_k)
         shared = linear(activated(linear(x, gate_up)), down)
-        return experts(x, weights.to(x.dtype), ids) + shared * linear(x, sigmoid).sigmoid(), residual
+        total = experts(x, weights, ids) + shared.float() * linear(x, sigmoid).float().sigmoid()
+        return total.to(x.dtype), residual
 
     return run
 
@@ -48,7 +49,8 @@ def gathered(site: Site) -> Call:
 
     def experts(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         wide = torch.einsum("rkih,rh->rki", gate_up[ids], x)
-        return torch.einsum("rkhi,rki,rk->rh", down[ids], activated(wide), weights)
+        each = torch.einsum("rkhi,rki->rkh", down[ids], activated(wide)).float()
+        return (each * weights[..., None]).sum(1)
 
     return _moe(site, experts)
 
@@ -58,11 +60,11 @@ def by_expert(site: Site) -> Call:
     gate_up, down = site.weight("experts_gate_up"), site.weight("experts_down")
 
     def experts(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        out = torch.zeros_like(x)
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in ids.unique().tolist():
             row, place = (ids == expert).nonzero(as_tuple=True)
             value = linear(activated(linear(x[row], gate_up[expert])), down[expert])
-            out.index_add_(0, row, value * weights[row, place, None])
+            out.index_add_(0, row, value.float() * weights[row, place, None])
         return out
 
     return _moe(site, experts)

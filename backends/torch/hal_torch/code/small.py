@@ -107,12 +107,13 @@ def sample(site: Site) -> Call:
         # stable: of equal logits the lower id comes first
         ordered, ids = logits.float().sort(dim=-1, descending=True, stable=True)
         heat = batch.temperature[:, None]
-        p = (ordered / torch.where(heat > 0, heat, 1.0)).softmax(-1)
+        # differences first: a small temperature must not overflow
+        p = ((ordered - ordered[:, :1]) / torch.where(heat > 0, heat, 1.0)).softmax(-1)
         place = torch.arange(p.shape[1], device=p.device)
         k = batch.top_k[:, None]
         p = torch.where((k == 0) | (place < k), p, 0.0)
         total = p.cumsum(-1)
-        p = torch.where(total - p < batch.top_p[:, None] * total[:, -1:], p, 0.0)
+        p = torch.where((place == 0) | (total - p < batch.top_p[:, None] * total[:, -1:]), p, 0.0)
         p[:, 0] = torch.where(heat[:, 0] > 0, p[:, 0], 1.0)
         total = p.cumsum(-1)
         within = (total > batch.uniform[:, None] * total[:, -1:]) & (p > 0)
