@@ -49,7 +49,9 @@ class Registry:
                 except HalError:
                     raise
                 except Exception as error:  # noqa: BLE001 - likewise
-                    self.broken.append(Broken(f"{backend.name} ({module})", f"{kernel.name}: {said(error)}", whole=False))
+                    self.broken.append(
+                        Broken(f"{backend.name} ({module})", f"{kernel.name}: {said(error)}", whole=False)
+                    )
 
     def add(self, cls: type[Kernel[Any]]) -> None:
         """Register one kernel for the ops it serves; a name twice for an op is an error."""

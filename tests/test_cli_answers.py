@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hal_models.shipped import SHIPPED
+from hal_models.text import Bytes, printable
 
 from hal.backend import Broken, discover
 from hal.cli import main
@@ -15,8 +17,6 @@ from hal.cli.changes import changed
 from hal.errors import HalError
 from hal.formats import STATIC_FP8, Tensor
 from hal.ops import InProj, Linear, Projection
-from hal_models.shipped import SHIPPED
-from hal_models.text import Bytes, printable
 
 TINY = "tiny-dense"
 BARE = ("--device", "h200", "--stack", "bare")

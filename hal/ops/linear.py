@@ -172,6 +172,7 @@ class Linear(Op[["torch.Tensor | Encoded"], "torch.Tensor"]):
         fp8 = replace(plain, weight=FP8_WEIGHT, input_scale=True)
         return [
             Case("one row", plain, (1,)),
+            Case("few rows", plain, (7,)),
             Case("rows", plain, (33,)),
             Case("no rows", plain, (0,)),
             Case("fp8 weight", fp8, (5,)),
@@ -242,4 +243,10 @@ class Gemm(Op[["torch.Tensor"], "torch.Tensor"]):
     @classmethod
     def cases(cls) -> Sequence[Case]:
         op = cls(columns=96, rows=64)
-        return [Case("one row", op, (1,)), Case("rows", op, (33,)), Case("no rows", op, (0,))]
+        odd = cls(columns=200, rows=37)
+        return [
+            Case("one row", op, (1,)),
+            Case("few rows", odd, (7,)),
+            Case("rows", op, (33,)),
+            Case("no rows", op, (0,)),
+        ]

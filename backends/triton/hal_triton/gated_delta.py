@@ -13,16 +13,16 @@ from hal.layout import VK, Layout, Ring
 from hal.numerics import REASSOCIATED, Numerics
 from hal.ops import GatedDeltaDecode
 from hal.requirement import Reason
-from hal_triton.needs import TRITON, next_power_of_2
+from hal_triton.needs import TRITON, next_power_of_2, overlaps
 
 CODE = "hal_triton.code.gated_delta"
 WIDEST = 256  # a head's keys are one row of a program's tile
-WAVES = 2  # programs a compute unit holds that hide each other's waiting
+WAVES = 1  # heads a compute unit up to which V is split
 
 
 def _common(device: Device) -> Mapping[str, Any]:
     """Each value of the state is used once; ONCE stops CUDA's compiler from repeating loads."""
-    return {"num_stages": 1, "EVICT": "evict_first", "ONCE": device.value("vendor") == "cuda", "PDL": False}
+    return {"num_stages": 1, "ONCE": device.value("vendor") == "cuda", "PDL": overlaps(device)}
 
 
 class _Decode(Kernel[Any]):
@@ -49,7 +49,7 @@ class _Decode(Kernel[Any]):
         return replace(REASSOCIATED, batch_invariant=True)
 
 
-@kernel("triton.decode", code=f"{CODE}:decode")
+@kernel("triton.decode_whole", code=f"{CODE}:decode")
 class Decode(_Decode, Kernel[GatedDeltaDecode]):
     """A program a row and value head: the state passes once through its registers."""
 
@@ -57,7 +57,10 @@ class Decode(_Decode, Kernel[GatedDeltaDecode]):
         block = next_power_of_2(op.value_head_dim)
         tile = block * next_power_of_2(op.key_head_dim)
         warps = min(4, max(1, tile // 4096))
-        return {"BV": block, "num_warps": warps, "STAGES": 1, "programs": 0, **_common(device)}
+        found = {"BV": block, "num_warps": warps, "EVICT": "", "STAGES": 1, "programs": 0, **_common(device)}
+        if device.value("vendor") == "cuda" and tile >= 16384:
+            found["maxnreg"] = 168  # three programs a unit hide each other's waiting: 12 % at 64 rows of an H200
+        return found
 
 
 @kernel("triton.decode_split", code=f"{CODE}:decode_split")
@@ -74,6 +77,7 @@ class DecodeSplit(_Decode, Kernel[GatedDeltaDecode]):
         return (1, max(1, WAVES * units // op.value_heads if isinstance(units, int) else 1))
 
     def settings(self, op: GatedDeltaDecode, device: Device) -> Mapping[str, Any]:
-        block = min(next_power_of_2(op.value_head_dim), 16)
+        # one wave a program: what it wrote lies before its count on any device
+        block = min(next_power_of_2(op.value_head_dim), 8)
         most = self.rows(op, device)[1]
-        return {"BV": block, "num_warps": 2, "rows": most, **_common(device)}
+        return {"BV": block, "num_warps": 1, "EVICT": "evict_first", "rows": most, **_common(device)}

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import ceil
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hal.device import Device
 from hal.formats import Tensor
-from hal.kernel import Kernel, Rows, Tier, kernel
+from hal.kernel import Kernel, Part, Rows, Tier, kernel
 from hal.layout import Layout, Packed
 from hal.numerics import Class, Numerics
-from hal.ops import Gemm, Linear
+from hal.ops import AddRMSNorm, Gemm, InProj, Linear
 from hal.requirement import Reason
-from hal_triton.needs import TRITON, cdiv, next_power_of_2
+from hal_triton.needs import TRITON, cdiv, next_power_of_2, overlaps
 
 CODE = "hal_triton.code.linear"
 DTYPES = ("bfloat16", "float16")
-ONE, FEW, SOME = 4, 16, 128  # most rows of each kernel
+ONE, FEW = 2, 16  # most rows of each kernel; above, cuBLAS is as fast on an H200
 LEAST_SHARED = 49152  # bytes of shared memory where they are unknown
-SPLITS = (1, 2, 3, 4, 5, 6, 8)
-FULL = 0.85  # of the compute units' time in the last wave; with this much, more splits are not worth it
-
-
-def filled(programs: int, device: Device) -> float:
-    """Share of the compute units' time that so many equal programs use."""
-    waves = programs / (device.value("compute_units") or 1)
-    return waves / ceil(waves)
 
 
 def columns_at_once(op: Any, device: Device) -> tuple[int, int]:
@@ -36,14 +28,6 @@ def columns_at_once(op: Any, device: Device) -> tuple[int, int]:
     least = max(1, min(4, next_power_of_2(cdiv(op.columns, wave))))
     warps = fits[0] if fits else least
     return wave * warps, warps
-
-
-def divided(op: Any, device: Device, blocks: tuple[int, ...], splits: tuple[int, ...]) -> tuple[int, int]:
-    """(BLOCK_N, SPLIT): the fewest splits, then the tallest block, that keep the device full; else the fullest."""
-    found = [(block, split) for split in splits for block in blocks]
-    shares = [filled(cdiv(op.rows, block) * split, device) for block, split in found]
-    good = [pair for pair, share in zip(found, shares, strict=True) if share >= FULL]
-    return good[0] if good else found[shares.index(max(shares))]
 
 
 class _Product(Kernel[Any]):
@@ -61,61 +45,105 @@ class _Product(Kernel[Any]):
         return None
 
 
+def one_settings(op: Any, rows: int, device: Device) -> Mapping[str, Any]:
+    """Launch settings of ``one`` for a weight of so many rows."""
+    block_k, warps = columns_at_once(op, device)
+    if warps == 4:
+        # measured on an H200: deep prefetch for small weights, taller blocks for large ones
+        block_n, depth = (8, 1) if rows * op.columns > 4e7 else (4, 2)
+    else:
+        block_n, depth = (4, 1) if rows > 16384 else (4, 2)
+    return {"BLOCK_N": block_n, "BLOCK_K": block_k, "DEPTH": depth, "PDL": overlaps(device), "num_warps": warps}
+
+
+def few_settings(op: Any, rows: int, device: Device) -> Mapping[str, Any]:
+    """Launch settings of ``few`` for a weight of so many rows."""
+    tall = rows >= 8192
+    block_n = 64 if tall else 32
+    block_k = min(128 if tall else 256, max(16, next_power_of_2(op.columns)))
+    room = (device.value("shared_bytes") or LEAST_SHARED) // (2 * (block_n + FEW))
+    while block_k > 16 and room < 2 * block_k:
+        block_k //= 2
+    return {
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "SPLIT": 3 if not tall and op.columns >= 8192 else 1,
+        "DEPTH": 0,
+        "PDL": overlaps(device),
+        "num_warps": 4,
+        "num_stages": max(1, min(5 if tall else 4, room // block_k)),
+    }
+
+
+class _Few(_Product):
+    def numerics(self, op: Any) -> Numerics:
+        return Numerics(Class.REASSOCIATED, batch_invariant=True)
+
+
 @kernel("triton.gemm_one", code=f"{CODE}:one", serves=(Gemm, Linear))
-class GemmOne(_Product):
-    """Multiply and add in float32, no matrix instructions: for a row or four."""
+class GemmOne(_Few):
+    """Multiply and add in float32, no matrix instructions: for a row or two."""
 
     def rows(self, op: Any, device: Device) -> Rows:
         return (1, ONE)
 
-    def numerics(self, op: Any) -> Numerics:
-        return Numerics(Class.REASSOCIATED, batch_invariant=True)
-
     def settings(self, op: Any, device: Device) -> Mapping[str, Any]:
-        block_k, warps = columns_at_once(op, device)
-        block_n, _ = divided(op, device, (8, 4, 2), (1,))
-        return {"BLOCK_N": block_n, "BLOCK_K": block_k, "DEPTH": 1, "PDL": False, "num_warps": warps}
-
-
-class _Tiled(_Product):
-    most: ClassVar[int]  # rows of the widest tile of x
-    deepest: ClassVar[int]
-
-    def settings(self, op: Any, device: Device) -> Mapping[str, Any]:
-        block_n, split = divided(op, device, (64, 32, 16), SPLITS)
-        block_k = min(self.deepest, max(16, next_power_of_2(op.columns)))
-        room = (device.value("shared_bytes") or LEAST_SHARED) // (2 * (block_n + self.most))
-        while block_k > 16 and room < 2 * block_k:
-            block_k //= 2
-        return {
-            "BLOCK_N": block_n,
-            "BLOCK_K": block_k,
-            "SPLIT": split,
-            "DEPTH": 0,
-            "PDL": False,
-            "num_warps": 4,
-            "num_stages": max(1, min(4, room // block_k)),
-        }
+        return one_settings(op, op.rows, device)
 
 
 @kernel("triton.gemm_few", code=f"{CODE}:few", serves=(Gemm, Linear))
-class GemmFew(_Tiled):
+class GemmFew(_Few):
     """Matrix instructions along N, x padded to 16 rows; K is split where N alone cannot fill the device."""
 
-    most, deepest = FEW, 256
-
     def rows(self, op: Any, device: Device) -> Rows:
-        return (1, FEW)
+        return (ONE + 1, FEW)
 
-    def numerics(self, op: Any) -> Numerics:
-        return Numerics(Class.REASSOCIATED, batch_invariant=True)
+    def settings(self, op: Any, device: Device) -> Mapping[str, Any]:
+        return few_settings(op, op.rows, device)
 
 
-@kernel("triton.gemm_some", code=f"{CODE}:few", serves=(Gemm, Linear))
-class GemmSome(_Tiled):
-    """The same with x in one tile of 32, 64 or 128 rows."""
+@dataclass(frozen=True)
+class _Weight:
+    """What the settings ask of a projection's packed weight."""
 
-    most, deepest = SOME, 64
+    columns: int
 
-    def rows(self, op: Any, device: Device) -> Rows:
-        return (FEW + 1, SOME)
+
+class _InProj(Kernel[InProj]):
+    tier: ClassVar[Tier] = "portable"
+    needs = TRITON
+    layouts: ClassVar[Mapping[str, tuple[Layout, ...]]] = {"weight": (Packed(),)}
+
+    def refuses(self, op: InProj, device: Device) -> Reason | None:
+        if op.dtype not in DTYPES:
+            return Reason("op", f"needs {' or '.join(DTYPES)}; dtype is {op.dtype}")
+        formats = sorted({str(p.weight_format) for p in op.parts})
+        if formats != [op.dtype]:
+            return Reason("op", f"needs weights in {op.dtype}; the parts have {', '.join(formats)}")
+        return None
+
+    def parts(self, op: InProj) -> Mapping[str, Part]:
+        form = Tensor(op.dtype)
+        return {"norm": Part(AddRMSNorm(hidden=op.hidden, eps=op.eps, dtype=op.dtype, out=form, world=op.world))}
+
+
+@kernel("triton.in_proj_one", code=f"{CODE}:in_proj_one")
+class InProjOne(_InProj, Kernel[InProj]):
+    """The norm, then the product of `gemm_one` over the rows of all parts, wherever they lie packed."""
+
+    def rows(self, op: InProj, device: Device) -> Rows:
+        return (1, ONE)
+
+    def settings(self, op: InProj, device: Device) -> Mapping[str, Any]:
+        return one_settings(_Weight(op.hidden), sum(op.outputs().values()), device)
+
+
+@kernel("triton.in_proj_few", code=f"{CODE}:in_proj_few")
+class InProjFew(_InProj, Kernel[InProj]):
+    """The norm, then the product of `gemm_few` over the rows of all parts, wherever they lie packed."""
+
+    def rows(self, op: InProj, device: Device) -> Rows:
+        return (ONE + 1, FEW)
+
+    def settings(self, op: InProj, device: Device) -> Mapping[str, Any]:
+        return few_settings(_Weight(op.hidden), sum(op.outputs().values()), device)

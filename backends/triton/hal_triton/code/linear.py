@@ -10,6 +10,7 @@ float32. Weights are read before the wait for earlier kernels (PDL): none in fli
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -187,3 +188,25 @@ def one(site: Site) -> Call:
 
 def few(site: Site) -> Call:
     return _loaded(site, product_few)
+
+
+def _projected(site: Site, product: Callable[..., None]) -> Callable[..., Any]:
+    norm, weight, settings = site.parts["norm"], site.weight("weight", Packed()), dict(site.settings)
+    widths = list(site.op.outputs().values())
+
+    def run(partial: Tensor, residual: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        x, residual = norm(partial, residual)
+        out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+        if x.shape[0]:
+            product(x, weight, out, **settings)
+        return out.split(widths, 1), residual
+
+    return run
+
+
+def in_proj_one(site: Site) -> Callable[..., Any]:
+    return _projected(site, product_one)
+
+
+def in_proj_few(site: Site) -> Callable[..., Any]:
+    return _projected(site, product_few)
