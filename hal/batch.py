@@ -53,7 +53,12 @@ class Sampling:
             raise HalError(f"top_k is 0 (all) or more, and fits 32 bits; got {self.top_k}")
 
     def uniform(self, position: int) -> float:
-        """The number in [0, 1) that decides at this position: the same for any kernel and batch."""
+        """The number in [0, 1) that decides at this position: the same for any kernel and batch.
+
+        0 where nothing is to decide: making it costs more host time than a small kernel runs.
+        """
+        if self.temperature == 0:
+            return 0.0
         return random.Random(f"{self.seed}:{position}").random()
 
 

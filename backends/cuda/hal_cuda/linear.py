@@ -14,7 +14,7 @@ from hal.requirement import Reason, Requirement, library, vendor
 
 CODE = "hal_cuda.code.linear"
 CUBLAS: tuple[Requirement, ...] = (vendor("cuda"), library("torch", ">=2.9"), library("cuda"))
-MANY = 17  # rows from which cuBLAS is as fast as reading the weight by hand; below it costs 2 to 3 us more
+MANY = 9  # rows from which cuBLAS is as fast as reading the weight by hand; below it costs 2 to 3 us more
 PADDED_ROWS = 64  # of 8, 64 and 128, an H200 likes 64 best: 0.55 / 0.69 / 0.84 of the pair's time
 
 
