@@ -86,7 +86,7 @@ def test_every_kernel_is_complete(op: Any, name: str) -> None:
 
 def test_the_readme_s_python_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README, re.S)
-    assert len(blocks) == 2
+    assert len(blocks) == 4
     for block in blocks:
         exec(compile(block, "README.md", "exec"), {})
 
