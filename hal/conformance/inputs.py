@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hal.batch import Batch, make_batch
@@ -109,6 +109,25 @@ def _batch(case: Case) -> Batch:
     paged = {"pages": _pages(case), "page_size": _kv(case)} if _kv(case) and case.lengths else {}
     accepted = [max(1, n - 1) for n in case.lengths] if case.mode == "verify" else []
     return make_batch(case.mode, case.lengths, case.contexts, case.slots, accepted=accepted, **paged)  # type: ignore[arg-type]
+
+
+def last_rows(inputs: Inputs, count: int) -> Inputs | None:
+    """The last rows of a case as a case of their own, or nothing where rows are not told apart simply."""
+    case, signature = inputs.case, inputs.case.op.signature()
+    one_each = case.mode == "decode" and set(case.lengths) == {1} and bool(case.op.states())
+    if count >= case.rows or _kv(case) or (signature.batch and not one_each):
+        return None
+    if one_each:
+        lengths: tuple[int, ...] = (1,) * count
+    elif len(case.lengths) == 1:
+        lengths = (count,)
+    else:
+        return None
+    fewer = replace(case, lengths=lengths, contexts=case.contexts[-count:], slots=case.slots[-count:])
+    args = {name: value[-count:] for name, value in inputs.problem.args.items()}
+    batch = _batch(fewer) if signature.batch else None
+    problem = Problem(args, inputs.problem.params, inputs.problem.states, batch)
+    return Inputs(fewer, problem, inputs.scales, inputs.slots, inputs.lengths)
 
 
 def arguments(inputs: Inputs, place: str, strided: bool) -> Iterator[Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hal.backend import said
 from hal.binding import Bound
-from hal.conformance.inputs import Inputs, arguments, make
+from hal.conformance.inputs import Inputs, arguments, last_rows, make
 from hal.errors import HalError
 from hal.formats import Encoded, Quantized
 from hal.layout import StateLayout
@@ -100,35 +100,50 @@ def _run(resolved: Runtime, case: Case, strided: bool) -> Iterator[str]:
     runtime = _like(resolved)
     bound = runtime.bind(case.op, case.name, scales={n: s.to(place) for n, s in inputs.scales.items()})
     _fill(runtime, bound, inputs)
-    op, signature = case.op, case.op.signature()
-    before = {s.name: inputs.problem.states[s.name] for s in op.states()}
+    op = case.op
     results, states = op.reference(inputs.problem)
     first: list[Any] | None = None
-    numerics = bound.choice.at(case.rows).numerics(op)
+    piece = bound.choice.at(case.rows)
+    numerics = piece.numerics(op)
     for _ in range(2):
-        pools = {}
-        for state in op.states():
-            layout = bound.choice.layouts[state.name]
-            assert isinstance(layout, StateLayout)
-            shape = layout.pool_shape(state, inputs.slots)
-            pool = torch.full(shape, float("nan"), dtype=getattr(torch, state.dtype), device=place)
-            layout.write(pool, _typed(before[state.name], state.dtype).to(place), state, inputs.lengths)
-            pools[state.name] = (state, layout, pool, pool.clone())
-        args = list(arguments(inputs, place, strided))
-        if signature.state:
-            args.append(tuple(pool for _, _, pool, _ in pools.values()))
-        if inputs.batch is not None:
-            args.append(inputs.batch.to(place))
-            runtime.begin(args[-1])
-        op.check(*args)
-        _poison(place)
-        got = _flat(bound(*args))
+        got, pools = _call(runtime, bound, inputs, strided)
         yield from _compare(op, got, results, numerics)
         yield from _states(inputs, pools, states, _between(op, numerics))
         if first is None:
             first = [_bits(t).clone() for t in got]
         elif numerics.deterministic and not all(torch.equal(a, _bits(b)) for a, b in zip(first, got, strict=True)):
             yield "claims to be deterministic; the second run gave other bits"
+    count = max(1, piece.rows[0])
+    fewer = last_rows(inputs, count) if numerics.batch_invariant and not strided else None
+    if fewer is not None and first is not None:
+        alone, _ = _call(runtime, bound, fewer, False)
+        if not all(torch.equal(_bits(a), b[-len(_bits(a)) :]) for a, b in zip(alone, first, strict=True)):
+            yield f"claims to be batch invariant; the last {count} rows for themselves gave other bits"
+
+
+def _call(runtime: Runtime, bound: Bound[..., Any], inputs: Inputs, strided: bool) -> tuple[list[Any], dict[str, Any]]:
+    """One call on fresh pools: results, and for each state its layout, its pool and the pool before."""
+    import torch
+
+    op, place = inputs.case.op, runtime.place
+    pools: dict[str, Any] = {}
+    for state in op.states():
+        layout = bound.choice.layouts[state.name]
+        assert isinstance(layout, StateLayout)
+        shape = layout.pool_shape(state, inputs.slots)
+        pool = torch.full(shape, float("nan"), dtype=getattr(torch, state.dtype), device=place)
+        before = _typed(inputs.problem.states[state.name], state.dtype).to(place)
+        layout.write(pool, before, state, inputs.lengths)
+        pools[state.name] = (state, layout, pool, pool.clone())
+    args = list(arguments(inputs, place, strided))
+    if op.signature().state:
+        args.append(tuple(pool for _, _, pool, _ in pools.values()))
+    if inputs.batch is not None:
+        args.append(inputs.batch.to(place))
+        runtime.begin(args[-1])
+    op.check(*args)
+    _poison(place)
+    return _flat(bound(*args)), pools
 
 
 def _poison(place: str) -> None:
