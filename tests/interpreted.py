@@ -48,8 +48,12 @@ def install() -> None:
 
 
 def widen_dots() -> None:
-    """Dots of bfloat16 in float32 (the interpreter multiplies the codes), and bounds that are tensors."""
-    dot, patch = interpreter.InterpreterBuilder.create_dot, interpreter._patch_lang_tensor
+    """Dots of bfloat16 in float32 (the interpreter multiplies the codes); bounds that are tensors; masks of bool."""
+    builder, patch = interpreter.InterpreterBuilder, interpreter._patch_lang_tensor
+    dot, load, store = builder.create_dot, builder.create_masked_load, builder.create_masked_store
+
+    def truth(mask: Any) -> Any:
+        return interpreter.TensorHandle(np.asarray(mask.data).astype(bool), mask.dtype)
 
     def wide(x: Any) -> Any:
         if str(x.dtype.scalar) != "bf16":
@@ -62,7 +66,9 @@ def widen_dots() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patched
-    interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: dot(self, wide(a), wide(b), *rest)
+    builder.create_dot = lambda self, a, b, *rest: dot(self, wide(a), wide(b), *rest)
+    builder.create_masked_load = lambda self, at, mask, *rest: load(self, at, truth(mask), *rest)
+    builder.create_masked_store = lambda self, at, value, mask, *rest: store(self, at, value, truth(mask), *rest)
 
 
 def check() -> None:

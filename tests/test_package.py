@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+PACKAGES = ("hal", "hal_torch", "hal_triton", "hal_cuda", "hal_rocm", "hal_models")
 ROOT = Path(__file__).parent.parent
 
 
@@ -28,14 +29,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
-    assert {t for t in tops if not t.endswith(".dist-info")} == {
-        "hal",
-        "hal_torch",
-        "hal_cuda",
-        "hal_rocm",
-        "hal_models",
-    }
-    for package in ("hal", "hal_torch", "hal_triton", "hal_cuda", "hal_rocm", "hal_models"):
+    assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
+    for package in PACKAGES:
         assert f"{package}/py.typed" in names
     for path in ("hal/devices", "hal/stacks"):
         shipped = {f"{path}/{p.name}" for p in (ROOT / path).glob("*.json")}

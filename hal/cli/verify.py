@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "hal.verify/1"
 STATUSES = ("passed", "failed", "refused")
-STICKY = ("AcceleratorError", "CUDA error", "HIP error", "illegal memory access")
+STICKY = ("AcceleratorError", "illegal memory access", "misaligned address", "launch failure")
 LOST = "the device's context is lost, and the rest was not run"
 
 

@@ -247,6 +247,7 @@ class Gemm(Op[["torch.Tensor"], "torch.Tensor"]):
         return [
             Case("one row", op, (1,)),
             Case("few rows", odd, (7,)),
+            Case("long rows", cls(columns=8192, rows=16), (5,)),
             Case("rows", op, (33,)),
             Case("no rows", op, (0,)),
         ]
