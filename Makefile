@@ -10,7 +10,7 @@ demo: .venv/demo
 	$(BIN)/hal demo
 
 test: lint types
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: .venv/test
 	$(BIN)/ruff check .
