@@ -84,7 +84,7 @@ def _problems(
     check_known([case.op], changes)
     runtime = _like(first)
     runtime.bind(changed(replace(case.op, world=runtime.world), changes), "case")
-    source = f"its first case, {case.name!r}, for no published model has this op on this device{lost()}"
+    source = f"its first case, {case.name!r}, for no published model that was asked has this op on this device{lost()}"
     return runtime, decisions(runtime, op, None, site), source
 
 
