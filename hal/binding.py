@@ -41,6 +41,10 @@ class Group:
         # members are plain attributes, set at bind; only a missing one comes here
         raise AttributeError(f"{self.__dict__.get('name')} binds {sorted(self.__dict__['members'])}, not {member!r}")
 
+    def site(self, member: str) -> str:
+        """The name of a member's site: the group's own where it binds one op."""
+        return self.name if member == "op" else f"{self.name}.{member}"
+
     @property
     def layouts(self) -> dict[str, Layout]:
         """How each memory of the group lies."""

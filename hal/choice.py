@@ -83,6 +83,12 @@ class Choice:
                 return piece
         raise AssertionError("pieces cover all rows")
 
+    def kernels(self) -> str:
+        """``torch.separate``, or ``1..1024 torch.padded, 1025.. torch.separate``."""
+        if len(self.pieces) == 1:
+            return self.pieces[0].kernel.name
+        return ", ".join(f"{rows_text(p.rows)} {p.kernel.name}" for p in self.pieces)
+
     def shape(self) -> tuple[Any, ...]:
         """What was chosen, comparable and printable: kernels, formats, layouts, parts."""
         return (

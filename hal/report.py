@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hal.choice import Choice, rows_text
+from hal.choice import Choice
 
 if TYPE_CHECKING:
     from hal.runtime import Runtime
 
+HEADS = ("sites", "op", "kernel", "layouts and formats")
 MOVES = ("Quantize", "Copy")
 
 
@@ -23,12 +24,15 @@ class Line:
     sites: tuple[str, ...]
     choice: Choice
 
-    def kernels(self) -> str:
-        """``torch.separate`` or ``1..1024 torch.padded, 1025.. torch.separate``."""
-        pieces = self.choice.pieces
-        if len(pieces) == 1:
-            return pieces[0].kernel.name
-        return ", ".join(f"{rows_text(p.rows)} {p.kernel.name}" for p in pieces)
+    @property
+    def name(self) -> str:
+        """The site, and how many there are."""
+        return f"{self.site} x{len(self.sites)}" if len(self.sites) > 1 else self.site
+
+    def cells(self) -> tuple[str, str, str, str]:
+        """A row of a table: sites, op, kernels, layouts and formats."""
+        extra = "; ".join(text for text in (self.layouts(), self.edges()) if text)
+        return self.name, self.choice.op.title(), self.choice.kernels(), extra
 
     def layouts(self) -> str:
         """Memories that lie in another layout than the plainest, and all states."""
@@ -58,7 +62,7 @@ def lines(runtime: Runtime) -> list[Line]:
     choices: dict[Any, Choice] = {}
     for group in runtime.groups:
         for member, choice in group.choices.items():
-            site = group.name if member == "op" else f"{group.name}.{member}"
+            site = group.site(member)
             key = (pattern(site), choice.op, choice.shape(), choice.fell_back)
             found.setdefault(key, []).append(site)
             choices.setdefault(key, choice)
@@ -74,24 +78,26 @@ def size(count: float) -> str:
     return f"{count:.3g} TB"
 
 
+def device_line(runtime: Runtime) -> str:
+    """Device, stack, policy and ranks in a line."""
+    device = runtime.device
+    return (
+        f"device {device.label} ({device.value('vendor')} {device.value('arch')}), stack {device.stack}, "
+        f"policy {runtime.policy.source}, world {runtime.world}"
+    )
+
+
 def report(runtime: Runtime) -> str:
     """All choices as text."""
-    device, policy = runtime.device, runtime.policy
-    rows = [("sites", "op", "kernel", "layouts and formats")]
+    rows = [HEADS]
     notes = []
     for line in lines(runtime):
-        name = f"{line.site} x{len(line.sites)}" if len(line.sites) > 1 else line.site
-        extra = "; ".join(text for text in (line.layouts(), line.edges()) if text)
-        rows.append((name, line.choice.op.title(), line.kernels(), extra))
-        notes += [f"converts: {name}: {kernel}, {size(each)} a row" for kernel, each in line.moves()]
+        rows.append(line.cells())
+        notes += [f"converts: {line.name}: {kernel}, {size(each)} a row" for kernel, each in line.moves()]
         if line.choice.fell_back:
-            notes.append(f"fell back: {name}: {line.choice.fell_back}")
+            notes.append(f"fell back: {line.name}: {line.choice.fell_back}")
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     table = ["  ".join(cell.ljust(w) for cell, w in zip(row, [*widths, 0], strict=True)) for row in rows]
-    head = [
-        f"device {device.label} ({device.value('vendor')} {device.value('arch')}), stack {device.stack}, "
-        f"policy {policy.source}, world {runtime.world}"
-    ]
     lost = [f"backend {b.name} is broken: {b.error}" for b in runtime.registry.broken]
     none = [] if any(n.startswith("fell back") for n in notes) else ["nothing fell back"]
-    return "\n".join(row.rstrip() for row in [*head, *table, *notes, *lost, *none])
+    return "\n".join(row.rstrip() for row in [device_line(runtime), *table, *notes, *lost, *none])

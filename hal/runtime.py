@@ -171,7 +171,7 @@ class Runtime:
                 group.storages[name] = Storage(f"{group.name}.{name}", memory, layout, self.place)
 
     def _bound(self, group: Group, member: str, choice: Choice, scales: Mapping[str, Any]) -> Bound[..., Any]:
-        name = group.name if member == "op" else f"{group.name}.{member}"
+        name = group.site(member)
         if not self.load:
             return finish(Bound(partial(not_loaded, name)), name, choice, ())
         if group.takes and "input_scale" in group.takes.storages:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hal_models.engine import PAGE_SIZE
+from hal_models import PAGE_SIZE
 from hal_models.qwen3_5.config import configure
 from hal_models.qwen3_5.model import Qwen35
 from hal_models.qwen3_5.weights import load

@@ -7,8 +7,9 @@ from itertools import islice
 
 import pytest
 import torch
+from hal_models import PAGE_SIZE
 from hal_models.commands.loading import SHIPPED
-from hal_models.engine import PAGE_SIZE, Engine, Event, Request, score
+from hal_models.engine import Engine, Event, Request, score
 from hal_models.qwen3_5.model import Qwen35
 from hal_models.tasks import lines
 from stepping import model_of

@@ -63,12 +63,3 @@ def broken_json(registry: Registry) -> list[dict[str, Any]]:
 def print_broken(registry: Registry) -> None:
     for lost in registry.broken:
         print(f"backend {lost.name} is broken: {lost.error}")
-
-
-def device_line(runtime: Runtime) -> str:
-    """Device, stack, policy and ranks in a line."""
-    device = runtime.device
-    return (
-        f"device {device.label} ({device.value('vendor')} {device.value('arch')}), stack {device.stack}, "
-        f"policy {runtime.policy.source}, world {runtime.world}"
-    )

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from hal.binding import Group
-from hal.choice import Choice, rows_text
+from hal.choice import Choice
 from hal.cli.changes import changed, check_known
 from hal.errors import HalError, UnknownName
 from hal.layout import Layout
@@ -98,7 +98,7 @@ def _distinct(decided: list[tuple[str, dict[str, Choice]]], op: AnyOp, glob: str
     """Groups' choices as decisions about the op, sites that were decided alike together."""
     seen: dict[Any, tuple[Decision, list[str]]] = {}
     for name, choices in decided:
-        together = {member: kernels(choice) for member, choice in choices.items()} if len(choices) > 1 else {}
+        together = {member: choice.kernels() for member, choice in choices.items()} if len(choices) > 1 else {}
         for site, choice, whole in _found(name, choices, op):
             if glob is not None and not (fnmatchcase(site, glob) or fnmatchcase(name, glob)):
                 continue
@@ -148,13 +148,6 @@ def _resolved(
         return runtime.resolver.resolve(ops, runtime.policy.at(site), fixed=fixed, fed=fed)
     except HalError as error:
         raise type(error)(f"{site}: {error}") if not isinstance(error, UnknownName) else error from None
-
-
-def kernels(choice: Choice) -> str:
-    """``torch.linear``, or one kernel per range of rows."""
-    if len(choice.pieces) == 1:
-        return choice.pieces[0].kernel.name
-    return ", ".join(f"{rows_text(p.rows)} {p.kernel.name}" for p in choice.pieces)
 
 
 def _story(choice: Choice, whole: Choice) -> str:

@@ -8,15 +8,16 @@ from typing import Any
 
 from hal.choice import rows_text
 from hal.cli.changes import changed, check_known, parse
-from hal.cli.common import add_device, add_json, device_line, positive, print_broken, resolving_runtime
+from hal.cli.common import add_device, add_json, positive, print_broken, resolving_runtime
 from hal.cli.decisions import AnyOp, Decision, decisions, decisions_alone
-from hal.cli.models import build, lost, published
+from hal.cli.models import build, ends, lost
 from hal.cli.shape import decision_json
 from hal.cli.show import print_json, print_table, settings_text
 from hal.device import load_device
 from hal.errors import HalError, PolicyError
 from hal.ops import op_class
 from hal.policy import Policy
+from hal.report import device_line
 from hal.runtime import Runtime
 
 SCHEMA = "hal.explain/1"
@@ -64,7 +65,7 @@ def _problems(
 ) -> tuple[Runtime, list[Decision], str]:
     """The decisions about an op, and where its problem comes from: a model, else the op's first case."""
     first = runtime
-    for name in [model] if model else published():
+    for name in [model] if model else ends():
         runtime = _like(first)
         try:
             build(name, runtime)

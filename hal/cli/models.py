@@ -51,7 +51,7 @@ def _named(name: str) -> Family:
         raise HalError(f"{'; '.join(refused) or error}{lost()}") from None
 
 
-def published() -> list[str]:
+def ends() -> list[str]:
     """The first and the last published name of each family: they tell all ops that it has."""
     return [name for family in families()[0] for name in dict.fromkeys((*family.published[:1], *family.published[-1:]))]
 

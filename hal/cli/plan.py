@@ -11,7 +11,6 @@ from hal.cli.common import (
     add_device,
     add_json,
     broken_json,
-    device_line,
     positive,
     print_broken,
     resolving_runtime,
@@ -19,7 +18,7 @@ from hal.cli.common import (
 from hal.cli.models import build
 from hal.cli.show import print_json, print_table
 from hal.errors import PolicyError, UnknownName
-from hal.report import Line, lines, size
+from hal.report import HEADS, Line, device_line, lines, size
 from hal.runtime import Runtime
 
 SCHEMA = "hal.plan/1"
@@ -99,24 +98,18 @@ def _refused(found: list[Line], broken: set[str]) -> dict[str, int]:
 
 def _print(runtime: Runtime, data: dict[str, Any]) -> None:
     print(f"{data['model']}: {device_line(runtime)}")
-    rows = []
-    for line in lines(runtime):
-        extra = "; ".join(text for text in (line.layouts(), line.edges()) if text)
-        rows.append((_name(line.site, len(line.sites)), line.choice.op.title(), line.kernels(), extra))
-    print_table(("sites", "op", "kernel", "layouts and formats"), rows)
+    found = lines(runtime)
+    print_table(HEADS, [line.cells() for line in found])
     print(f"\nparameters: {size(data['parameter_bytes'])} a rank ({data['parameter_bytes']} bytes)")
     print(f"state: {size(data['state_bytes_per_slot'])} a slot, {size(data['kv_bytes_per_token'])} a token of KV")
-    for move in data["conversions"]:
-        print(f"converts: {_name(move['site'], move['sites'])}: {move['kernel']}, {size(move['bytes_per_row'])} a row")
-    fallen = [line for line in data["lines"] if line["fell_back"]]
+    for line in found:
+        for kernel, each in line.moves():
+            print(f"converts: {line.name}: {kernel}, {size(each)} a row")
+    fallen = [line for line in found if line.choice.fell_back]
     for line in fallen:
-        print(f"fell back: {_name(line['site'], len(line['sites']))}: {line['fell_back']}")
+        print(f"fell back: {line.name}: {line.choice.fell_back}")
     print_broken(runtime.registry)
     by_op = ", ".join(f"{op} {count}" for op, count in data["refused_by_op"].items())
     print(f"kernels refused: {data['refused']}" + (f" ({by_op}); hal explain OP says why" if by_op else ""))
     if not fallen:
         print("nothing fell back")
-
-
-def _name(site: str, count: int) -> str:
-    return f"{site} x{count}" if count > 1 else site

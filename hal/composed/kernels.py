@@ -10,6 +10,7 @@ from hal.device import Device
 from hal.formats import Format, Quantized, Tensor
 from hal.kernel import Kernel, Part, Tier, kernel
 from hal.numerics import EXACT, Numerics
+from hal.opening import norm_part, one_format
 from hal.ops import (
     AddRMSNorm,
     AllGather,
@@ -115,10 +116,6 @@ class GatedDelta(Composed):
         }
 
 
-def _norm(op: Any) -> Part:
-    return Part(AddRMSNorm(hidden=op.hidden, eps=op.eps, dtype=op.dtype, out=Tensor(op.dtype), world=op.world))
-
-
 def _gemm(op: Any, rows: int, columns: int, memory: str = "weight") -> Part:
     form = Tensor(op.dtype)
     return Part(Gemm(columns=columns, rows=rows, x=form, weight=form, dtype=op.dtype), {"weight": memory})
@@ -129,13 +126,10 @@ class ComposedNormLinear(Composed, Kernel[NormLinear]):
     """AddRMSNorm, Gemm."""
 
     def refuses(self, op: NormLinear, device: Device) -> Reason | None:
-        formats = {str(p.weight_format) for p in op.parts}
-        if formats != {op.dtype}:
-            return Reason("op", f"one Gemm needs weights in {op.dtype}; the parts have {', '.join(sorted(formats))}")
-        return None
+        return one_format(op)
 
     def parts(self, op: NormLinear) -> Mapping[str, Part]:
-        return {"norm": _norm(op), "gemm": _gemm(op, op.width, op.hidden)}
+        return {"norm": norm_part(op), "gemm": _gemm(op, op.width, op.hidden)}
 
 
 @kernel("composed.gated_mlp", code=f"{CODE}:gated_mlp")
@@ -145,7 +139,7 @@ class ComposedGatedMLP(Composed, Kernel[GatedMLP]):
     def parts(self, op: GatedMLP) -> Mapping[str, Part]:
         act = SiluMul(columns=op.intermediate, dtype=op.dtype, out=Tensor(op.dtype))
         return {
-            "norm": _norm(op),
+            "norm": norm_part(op),
             "gate_up": _gemm(op, 2 * op.intermediate, op.hidden, "gate_up"),
             "act": Part(act, feeds="down"),
             "down": _gemm(op, op.hidden, op.intermediate, "down"),
@@ -157,7 +151,7 @@ class ComposedHead(Composed, Kernel[Head]):
     """AddRMSNorm, Gemm, and AllGather where there are several ranks."""
 
     def parts(self, op: Head) -> Mapping[str, Part]:
-        found: dict[str, Part] = {"norm": _norm(op), "gemm": _gemm(op, op.vocab, op.hidden)}
+        found: dict[str, Part] = {"norm": norm_part(op), "gemm": _gemm(op, op.vocab, op.hidden)}
         if op.world > 1:
             found["gather"] = Part(AllGather(columns=op.vocab, dtype=op.dtype, world=op.world))
         return found

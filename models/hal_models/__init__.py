@@ -1,0 +1,3 @@
+"""Models on bound ops, and what runs them."""
+
+PAGE_SIZE = 16  # tokens whose keys and values lie together

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from hal.batch import Batch, Sampling, make_batch
 from hal.errors import HalError
+from hal_models import PAGE_SIZE
 from hal_models.captured import Captured, buckets
 
 if TYPE_CHECKING:
     import torch
-
-PAGE_SIZE = 16
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class _Sequence:
     index: int
     request: Request
     slot: int
-    pages: list[int]
+    pages: tuple[int, ...]
     tokens: list[int]
     done: int = 0  # tokens in the state
 
@@ -134,7 +133,7 @@ class Engine:
             if count > len(self._pages):
                 return
             self._waiting.popleft()
-            pages = [self._pages.pop() for _ in range(count)]
+            pages = tuple(self._pages.pop() for _ in range(count))
             self._running.append(_Sequence(index, request, self._slots.pop(), pages, list(request.prompt)))
 
     def _prefill(self, fresh: list[_Sequence]) -> list[Event]:
@@ -175,7 +174,7 @@ class Engine:
         return self._pick(list(running), partial, residual, batch)
 
     def _batch(self, mode: str, sequences: list[_Sequence], lengths: list[int], back: int = 0) -> Batch:
-        batch = make_batch(
+        return make_batch(
             mode,
             lengths,
             [s.done - back for s in sequences],
@@ -185,7 +184,6 @@ class Engine:
             sampling=[s.request.sampling for s in sequences],
             device=self.place,
         )
-        return batch
 
     def _forward(
         self, sequences: list[_Sequence], lengths: list[int], batch: Batch

@@ -9,7 +9,8 @@ from hal.device import Device
 from hal.formats import Tensor, dtype
 from hal.kernel import Kernel, Part, Rows, Tier, kernel
 from hal.layout import Layout, Packed, Padded
-from hal.ops import AddRMSNorm, Gemm, InProj, Linear
+from hal.opening import norm_part, one_format
+from hal.ops import Gemm, InProj, Linear
 from hal.requirement import Reason, Requirement, library, vendor
 
 CODE = "hal_cuda.code.linear"
@@ -26,14 +27,10 @@ class _InProj(Kernel[InProj]):
         return (MANY, None)
 
     def refuses(self, op: InProj, device: Device) -> Reason | None:
-        formats = sorted({str(p.weight_format) for p in op.parts})
-        if formats != [op.dtype]:
-            return Reason("op", f"needs weights in {op.dtype}; the parts have {', '.join(formats)}")
-        return None
+        return one_format(op)
 
     def parts(self, op: InProj) -> Mapping[str, Part]:
-        form = Tensor(op.dtype)
-        return {"norm": Part(AddRMSNorm(hidden=op.hidden, eps=op.eps, dtype=op.dtype, out=form, world=op.world))}
+        return {"norm": norm_part(op)}
 
 
 def row_bytes(op: InProj) -> int:

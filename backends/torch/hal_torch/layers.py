@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from hal.device import Device
-from hal.formats import Tensor
 from hal.kernel import Kernel, Part, Rows, kernel
 from hal.numerics import REASSOCIATED, Numerics
-from hal.ops import AddRMSNorm, MoE
+from hal.opening import norm_part
+from hal.ops import MoE
 from hal.requirement import library
 
 CODE = "hal_torch.code.moe"
@@ -24,8 +24,7 @@ class _MoE(Kernel[MoE]):
         return replace(REASSOCIATED, roundings=3)  # gate and up, their product, each expert's result
 
     def parts(self, op: MoE) -> Mapping[str, Part]:
-        form = Tensor(op.dtype)
-        return {"norm": Part(AddRMSNorm(hidden=op.hidden, eps=op.eps, dtype=op.dtype, out=form, world=op.world))}
+        return {"norm": norm_part(op)}
 
 
 @kernel("torch.moe_gathered", code=f"{CODE}:gathered")

@@ -9,7 +9,8 @@ from hal.device import Device
 from hal.formats import STATIC_FP8, Format, Quantized, Tensor, dtype
 from hal.kernel import Kernel, Part, Rows, kernel
 from hal.layout import Layout, Packed, Padded, Separate
-from hal.ops import AddRMSNorm, Gemm, InProj, Linear
+from hal.opening import norm_part, one_format
+from hal.ops import Gemm, InProj, Linear
 from hal.requirement import Reason, Requirement, library
 
 CODE = "hal_torch.code.linear"
@@ -35,14 +36,10 @@ class _InProj(Kernel[InProj]):
     needs = TORCH
 
     def refuses(self, op: InProj, device: Device) -> Reason | None:
-        formats = sorted({str(p.weight_format) for p in op.parts})
-        if formats != [op.dtype]:
-            return Reason("op", f"needs weights in {op.dtype}; the parts have {', '.join(formats)}")
-        return None
+        return one_format(op)
 
     def parts(self, op: InProj) -> Mapping[str, Part]:
-        form = Tensor(op.dtype)
-        return {"norm": Part(AddRMSNorm(hidden=op.hidden, eps=op.eps, dtype=op.dtype, out=form, world=op.world))}
+        return {"norm": norm_part(op)}
 
 
 @kernel("torch.packed", code=f"{CODE}:packed")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hal.device import Device
@@ -11,7 +10,8 @@ from hal.formats import Tensor
 from hal.kernel import Kernel, Part, Rows, Tier, kernel
 from hal.layout import Layout, Packed
 from hal.numerics import Class, Numerics
-from hal.ops import AddRMSNorm, Gemm, InProj, Linear
+from hal.opening import norm_part, one_format
+from hal.ops import Gemm, InProj, Linear
 from hal.requirement import Reason
 from hal_triton.needs import TRITON, cdiv, next_power_of_2, overlaps
 
@@ -21,11 +21,11 @@ ONE, FEW = 2, 8  # most rows of each kernel; at 16 rows whole steps ran faster w
 LEAST_SHARED = 49152  # bytes of shared memory where they are unknown
 
 
-def columns_at_once(op: Any, device: Device) -> tuple[int, int]:
+def columns_at_once(columns: int, device: Device) -> tuple[int, int]:
     """(BLOCK_K, warps): a warp reads 16 bytes a thread of one row; as many warps side by side as divide K."""
     wave = 8 * (device.value("wave_size") or 32)
-    fits = [warps for warps in (4, 2, 1) if op.columns % (wave * warps) == 0]
-    least = max(1, min(4, next_power_of_2(cdiv(op.columns, wave))))
+    fits = [warps for warps in (4, 2, 1) if columns % (wave * warps) == 0]
+    least = max(1, min(4, next_power_of_2(cdiv(columns, wave))))
     warps = fits[0] if fits else least
     return wave * warps, warps
 
@@ -45,29 +45,29 @@ class _Product(Kernel[Any]):
         return None
 
 
-def one_settings(op: Any, rows: int, device: Device) -> Mapping[str, Any]:
-    """Launch settings of ``one`` for a weight of so many rows."""
-    block_k, warps = columns_at_once(op, device)
+def one_settings(rows: int, columns: int, device: Device) -> Mapping[str, Any]:
+    """Launch settings of ``one`` for a weight ``[rows, columns]``."""
+    block_k, warps = columns_at_once(columns, device)
     if warps == 4:
         # measured on an H200: deep prefetch for small weights, taller blocks for large ones
-        block_n, depth = (8, 1) if rows * op.columns > 4e7 else (4, 2)
+        block_n, depth = (8, 1) if rows * columns > 4e7 else (4, 2)
     else:
         block_n, depth = (4, 1) if rows > 16384 else (4, 2)
     return {"BLOCK_N": block_n, "BLOCK_K": block_k, "DEPTH": depth, "PDL": overlaps(device), "num_warps": warps}
 
 
-def few_settings(op: Any, rows: int, device: Device) -> Mapping[str, Any]:
-    """Launch settings of ``few`` for a weight of so many rows."""
+def few_settings(rows: int, columns: int, device: Device) -> Mapping[str, Any]:
+    """Launch settings of ``few`` for a weight ``[rows, columns]``."""
     tall = rows >= 8192
     block_n = 64 if tall else 32
-    block_k = min(128 if tall else 256, max(16, next_power_of_2(op.columns)))
+    block_k = min(128 if tall else 256, max(16, next_power_of_2(columns)))
     room = (device.value("shared_bytes") or LEAST_SHARED) // (2 * (block_n + 16))
     while block_k > 16 and room < 2 * block_k:
         block_k //= 2
     return {
         "BLOCK_N": block_n,
         "BLOCK_K": block_k,
-        "SPLIT": 3 if not tall and op.columns >= 8192 else 1,
+        "SPLIT": 3 if not tall and columns >= 8192 else 1,
         "DEPTH": 0,
         "PDL": overlaps(device),
         "num_warps": 4,
@@ -88,7 +88,7 @@ class GemmOne(_Few):
         return (1, ONE)
 
     def settings(self, op: Any, device: Device) -> Mapping[str, Any]:
-        return one_settings(op, op.rows, device)
+        return one_settings(op.rows, op.columns, device)
 
 
 @kernel("triton.gemm_few", code=f"{CODE}:few", serves=(Gemm, Linear))
@@ -99,14 +99,7 @@ class GemmFew(_Few):
         return (ONE + 1, FEW)
 
     def settings(self, op: Any, device: Device) -> Mapping[str, Any]:
-        return few_settings(op, op.rows, device)
-
-
-@dataclass(frozen=True)
-class _Weight:
-    """What the settings ask of a projection's packed weight."""
-
-    columns: int
+        return few_settings(op.rows, op.columns, device)
 
 
 class _InProj(Kernel[InProj]):
@@ -117,14 +110,10 @@ class _InProj(Kernel[InProj]):
     def refuses(self, op: InProj, device: Device) -> Reason | None:
         if op.dtype not in DTYPES:
             return Reason("op", f"needs {' or '.join(DTYPES)}; dtype is {op.dtype}")
-        formats = sorted({str(p.weight_format) for p in op.parts})
-        if formats != [op.dtype]:
-            return Reason("op", f"needs weights in {op.dtype}; the parts have {', '.join(formats)}")
-        return None
+        return one_format(op)
 
     def parts(self, op: InProj) -> Mapping[str, Part]:
-        form = Tensor(op.dtype)
-        return {"norm": Part(AddRMSNorm(hidden=op.hidden, eps=op.eps, dtype=op.dtype, out=form, world=op.world))}
+        return {"norm": norm_part(op)}
 
 
 @kernel("triton.in_proj_one", code=f"{CODE}:in_proj_one")
@@ -135,7 +124,7 @@ class InProjOne(_InProj, Kernel[InProj]):
         return (1, ONE)
 
     def settings(self, op: InProj, device: Device) -> Mapping[str, Any]:
-        return one_settings(_Weight(op.hidden), sum(op.outputs().values()), device)
+        return one_settings(sum(op.outputs().values()), op.hidden, device)
 
 
 @kernel("triton.in_proj_few", code=f"{CODE}:in_proj_few")
@@ -146,4 +135,4 @@ class InProjFew(_InProj, Kernel[InProj]):
         return (ONE + 1, FEW)
 
     def settings(self, op: InProj, device: Device) -> Mapping[str, Any]:
-        return few_settings(_Weight(op.hidden), sum(op.outputs().values()), device)
+        return few_settings(sum(op.outputs().values()), op.hidden, device)

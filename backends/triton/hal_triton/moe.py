@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from hal.device import Device
-from hal.formats import Tensor, dtype
+from hal.formats import dtype
 from hal.kernel import Kernel, Part, Rows, Tier, kernel
 from hal.numerics import Class, Numerics
-from hal.ops import AddRMSNorm, MoE
+from hal.opening import norm_part
+from hal.ops import MoE
 from hal_triton.needs import TRITON, next_power_of_2
 
 CODE = "hal_triton.code.moe"
@@ -23,8 +24,7 @@ class _MoE(Kernel[MoE]):
     needs = TRITON
 
     def parts(self, op: MoE) -> Mapping[str, Part]:
-        form = Tensor(op.dtype)
-        return {"norm": Part(AddRMSNorm(hidden=op.hidden, eps=op.eps, dtype=op.dtype, out=form, world=op.world))}
+        return {"norm": norm_part(op)}
 
 
 @kernel("triton.moe_few", code=f"{CODE}:few")

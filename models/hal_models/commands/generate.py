@@ -27,7 +27,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Generate, streaming a single prompt; several come one after the other, each with its prompt."""
-    from hal_models.engine import PAGE_SIZE, Engine, Request
+    from hal_models import PAGE_SIZE
+    from hal_models.engine import Engine, Request
     from hal_models.text import printable, text_of
 
     sampling = Sampling(args.temperature, args.top_p, args.top_k, args.seed)

@@ -8,6 +8,7 @@ from hal import ops
 from hal.errors import DivisionError
 from hal.formats import Tensor
 from hal.ops import Projection
+from hal_models import PAGE_SIZE
 from hal_models.qwen3_5.config import Config
 
 if TYPE_CHECKING:
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
     Pair = tuple[torch.Tensor, torch.Tensor]
     State = tuple[torch.Tensor, ...]
-
-PAGE_SIZE = 16
 
 
 class Shares:
