@@ -1,6 +1,6 @@
 """Decode of a whole model: (t[n outputs] - t[1 output]) / (n - 1) through the engine, ids read each step.
 
-python bench/e2e.py [--model qwen3.5-4b] [--batches 1,16,64,128] [--out FILE]
+python bench/e2e.py [--model qwen3.5-4b] [--batches 1,16,64,128] [--profile] [--out FILE]
 """
 
 from __future__ import annotations
@@ -35,14 +35,13 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--outputs", type=int, default=128)
     parser.add_argument("--long", type=int, default=8192, help="tokens of the one long prefill; 0: none")
-    parser.add_argument("--profile", type=int, default=0, help="print a profile of a decode step at this batch")
+    parser.add_argument("--profile", action="store_true", help="profile a decode step of each batch too")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     batches = [int(b) for b in args.batches.split(",")]
     runtime = hal.Runtime(policy=hal.Policy.from_environment())
     model = Qwen35(configure(args.model), runtime)
     fill(model)
-    print(runtime.report())
     most = args.prompt + args.outputs
     pages = max(max(batches) * (-(-most // 16) + 1), args.long // 16 + 2)
     generator = torch.Generator().manual_seed(0)
@@ -57,19 +56,17 @@ def main() -> None:
         times = [(seconds(engine, prompts, args.outputs) - first) / (args.outputs - 1) for _ in range(3)]
         row = {"batch": batch, "ms": min(times) * 1e3, "all_ms": [t * 1e3 for t in times], "first_ms": first * 1e3}
         row |= {"eager": engine.eager, "warm_s": warm}
-        print(row)
+        print(row, flush=True)
+        if args.profile:
+            row["step"] = profile(engine, prompts)
         rows.append(row)
-        if args.profile == batch:
-            profile(engine, prompts)
         del engine
     if args.long:
         engine = Engine(model, slots=1, pages=pages, chunk=args.long)
         prompt = torch.randint(1000, 200000, (1, args.long), generator=generator).tolist()
         seconds(engine, prompt, 1)
         rows.append({"prefill": args.long, "ms": min(seconds(engine, prompt, 1) for _ in range(3)) * 1e3})
-        print(rows[-1])
-        if args.profile < 0:
-            profile(engine, prompt)
+        print(rows[-1], flush=True)
     if args.out:
         facts = {name: runtime.device.value(name) for name in ("name", "arch", "driver", "cuda", "torch", "triton")}
         args.out.write_text(
@@ -77,20 +74,31 @@ def main() -> None:
         )
 
 
-def profile(engine: Engine, prompts: list[list[int]]) -> None:
-    """Kernels of a few decode steps by time."""
-    from torch.profiler import ProfilerActivity, profile
+def profile(engine: Engine, prompts: list[list[int]], steps: int = 8) -> dict[str, Any]:
+    """What the kernels of a decode step take, by name: launches and microseconds a step, the longest first."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
 
     for prompt in prompts:
-        engine.add(Request(prompt, 12))
+        engine.add(Request(prompt, steps + 4))
     while any(s.done == 0 for s in engine._running) or not engine._running:
         engine.step()
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        for _ in range(8):
+    with profiler(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(steps):
             engine.step()
-    print(found.key_averages().table(sort_by="cuda_time_total", row_limit=30, max_name_column_width=70))
     while engine._running:
         engine.step()
+    kernels = [
+        {"kernel": e.key[:90], "launches": e.count / steps, "us": e.self_device_time_total / steps}
+        for e in found.key_averages()
+        if e.self_device_time_total
+    ]
+    kernels.sort(key=lambda k: -k["us"])
+    total = {name: sum(k[name] for k in kernels) for name in ("launches", "us")}
+    print(f"  {total['us']:8.1f} us in {total['launches']:.0f} launches")
+    for k in kernels[:16]:
+        print(f"  {k['us']:8.1f} us {k['launches']:5.0f}  {k['kernel']}")
+    return {**total, "kernels": kernels}
 
 
 if __name__ == "__main__":

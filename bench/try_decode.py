@@ -1,4 +1,4 @@
-"""Try the arrangements and settings of the Triton decode core on the GPU that is here.
+"""Try the arrangements and settings of the decode cores on the GPU that is here.
 
     PYTHONPATH=.:backends/torch:backends/triton:backends/cuda:models python bench/try_decode.py [seconds]
 
@@ -23,14 +23,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from hal_cuda.code.gated_delta import decode as cuda_decode
 from hal_torch.code.gated_delta import decode as torch_decode
-from hal_triton.code import gated_delta as code
+from hal_triton.code.gated_delta import decode as triton_decode
 
 import hal
 from hal.batch import make_batch
 from hal.layout import VK, Ring
 from hal.ops import GatedDeltaDecode
 
+CODE = {"cuda": cuda_decode, "triton": triton_decode}
+DEVICE = hal.load_device("h200")
 CEILING = 4.28e12
 ROTATE = 200e6
 HEADS = ((16, 32), (4, 8), (16, 64))
@@ -41,41 +44,44 @@ START, LIMIT = time.time(), float(sys.argv[1]) if len(sys.argv) > 1 else 220.0
 Variant = tuple[str, dict[str, Any]]
 
 
-def variants(rows: int, heads: int) -> list[Variant]:
+def variants(rows: int, heads: int, kind: str) -> list[Variant]:
     """Kernel and settings worth trying at so many programs."""
-    few, found = rows * heads <= 1024, []
+    few, found = rows * heads <= 512, []
 
-    def add(
-        kernel: str, block: int, warps: int, registers: int = 0, *,
-        evict: str = "evict_first", each: int = 0, stages: int = 1, once: bool = True,
-    ) -> None:  # fmt: skip
-        programs = each * torch.cuda.get_device_properties(0).multi_processor_count
-        found.append((kernel, {"BV": block, "num_warps": warps, "num_stages": 1, "STAGES": stages, "EVICT": evict,
-                               "ONCE": once, "PDL": False, "programs": programs, "rows": rows}
-                      | ({"maxnreg": registers} if registers else {})))  # fmt: skip
+    def triton(split: int, block: int, depth: int, stages: int, warps: int, **more: Any) -> None:
+        found.append(("triton", {"SPLIT": split, "BV": block, "DEPTH": depth, "STAGES": stages, "num_warps": warps,
+                                 "num_stages": 1, "EVICT": "evict_first", "ONCE": True, "PDL": True, "rows": rows}
+                      | more))  # fmt: skip
 
-    for block, warps in ((128, 4), (128, 8), (128, 16), (64, 4), (64, 8), (32, 2), (32, 4), (16, 1), (16, 2), (8, 1)):
-        add("decode", block, warps)
-    # fewer registers, more programs side by side
-    for block, warps, registers in ((128, 4, 168), (128, 4, 128), (128, 8, 128), (64, 4, 168), (16, 1, 168)):
-        add("decode", block, warps, registers)
-    add("decode", 128, 4, 168, once=False)
-    for block, warps, registers in ((128, 4, 0), (128, 4, 168)):
-        add("decode", block, warps, registers, evict="")
-    for block, warps in ((8, 1), (16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4)):
-        add("decode_split", block, warps)
+    def cuda(split: int, warps: int, most: int, ahead: int = 0, blocks: int = 1, pdl: bool = True) -> None:
+        each = 128 // split // warps
+        if each:
+            found.append(("cuda", {"SPLIT": split, "WARPS": warps, "ROWS": min(most, each), "PDL": pdl,
+                                   "AHEAD": int(ahead and each > most), "BLOCKS": blocks}))  # fmt: skip
+
     if few:
-        for block, warps in ((8, 2), (16, 4)):
-            add("decode_split", block, warps)
-        add("decode_split", 16, 1, evict="")
-    else:
-        for block, warps, registers, each, stages in (
-            (128, 4, 168, 3, 1),
-            (128, 8, 0, 1, 2),
-            (128, 4, 0, 1, 2),
-            (128, 4, 0, 2, 2),
-        ):
-            add("decode", block, warps, registers, each=each, stages=stages)
+        triton(16, 8, 1, 1, 1)
+        triton(4, 16, 2, 1, 4)
+        triton(4, 8, 4, 1, 1)
+        for split, warps in ((1, 4), (1, 8), (1, 16), (2, 4), (2, 8), (4, 2), (4, 4), (4, 8), (8, 1), (8, 2), (8, 4)):
+            for most in (8,) if kind == "float32" else (8, 16):
+                cuda(split, warps, most, 1)
+        cuda(4, 4, 8, pdl=False)
+        cuda(8, 4, 8, pdl=False)
+        cuda(2, 4, 8, 1, pdl=False)
+        cuda(1, 8, 8, 1, pdl=False)
+        return found
+    triton(1, 8, 0, 4, 1)
+    for most in (4, 8) if kind == "float32" else (4, 8, 16):
+        for warps, ahead, blocks in ((4, 0, 1), (4, 1, 1), (8, 0, 1), (8, 1, 1), (2, 0, 1), (2, 1, 1)):
+            cuda(1, warps, most, ahead, blocks)
+    for ahead, blocks in ((0, 6), (0, 7), (0, 8), (1, 5), (1, 6)):
+        cuda(1, 4, 8, ahead, blocks)
+    cuda(1, 4, 4, 1, 8)
+    cuda(2, 4, 8, 0)
+    cuda(2, 4, 8, 1)
+    cuda(1, 4, 8, 0, pdl=False)
+    cuda(1, 4, 8, 1, pdl=False)
     return found
 
 
@@ -84,15 +90,15 @@ def make_site(op: GatedDeltaDecode, conv: torch.Tensor, small: dict[str, torch.T
     keys = count()
     return SimpleNamespace(
         op=op, settings=settings, layouts={"conv": Ring(4), "delta": VK()}, scales={},
-        weight=lambda name, layout=None: weights[name], runtime=SimpleNamespace(place="cuda"),
+        weight=lambda name, layout=None: weights[name],
+        runtime=SimpleNamespace(place="cuda", device=DEVICE),
         planned=lambda plan: ("plan", next(keys)),
     )  # fmt: skip
 
 
 def prepare(kernel: str, op: GatedDeltaDecode, weights: Any, settings: dict[str, Any]) -> Any:
     """The kernel's callable for a site with these settings."""
-    others = {"decode": ("rows",), "decode_split": ("programs", "STAGES")}[kernel]
-    return getattr(code, kernel)(make_site(op, *weights, {n: v for n, v in settings.items() if n not in others}))
+    return CODE[kernel](make_site(op, *weights, settings))
 
 
 def floor(op: GatedDeltaDecode, rows: int) -> float:
@@ -221,15 +227,13 @@ def main() -> None:
                 if time.time() - START > LIMIT:
                     print(f"out of time before {key_heads}/{heads} {kind} batch {rows}")
                     continue
-                bench, wanted, table = Bench(op, rows), variants(rows, heads), []
+                bench, wanted, table = Bench(op, rows), variants(rows, heads, kind), []
                 if (key_heads, heads) != HEADS[0] and best:
                     near = best[min(best, key=lambda n: abs(math.log(n / (rows * heads))))]
-                    wanted = [(kernel, {**settings, "rows": rows}) for kernel, settings in near[:8]]
+                    wanted = [(k, {**given, "rows": rows} if k == "triton" else given) for k, given in near[:5]]
                 compile_all(bench, wanted)
                 for kernel, settings in wanted:
-                    shown = {k: v for k, v in settings.items() if k in ("BV", "num_warps", "EVICT", "maxnreg")}
-                    shown |= {} if settings["ONCE"] else {"ONCE": False}
-                    shown |= {k: settings[k] for k in ("programs", "STAGES") if settings["programs"]}
+                    shown = {k: v for k, v in settings.items() if k not in ("ONCE", "num_stages", "rows")}
                     try:
                         run = prepare(kernel, op, bench.weights, settings)
                         wrong = bench.wrong(run)

@@ -53,6 +53,7 @@ LIBRARIES: dict[str, tuple[type, str]] = {
     "flashinfer": (str, "flashinfer-python"),
     "cutlass_dsl": (str, "nvidia-cutlass-dsl, which FlashInfer's GDN kernels need"),
     "cuda_core": (str, "cuda-core, for probing without torch"),
+    "cuda_bindings": (str, "cuda-bindings, through which CUDA C++ is compiled and launched"),
     "aiter": (str, "aiter, AMD's kernel library"),
 }
 FACTS = HARDWARE | LIBRARIES

@@ -234,6 +234,8 @@ class GatedDeltaDecode(_GatedDelta):
             found.append(Case(variant, op, *three, variant, "decode"))
         return [
             *found,
+            Case("head dim 64", replace(op, key_head_dim=64, value_head_dim=64), *three, mode="decode"),
+            Case("head dim 128", replace(op, key_head_dim=128, value_head_dim=128), *three, mode="decode"),
             Case("first token", op, (1, 1), (0, 4), (1, 0), mode="decode"),
             Case("padding", op, (1, 1, 1), (2, 0, 4), (2, -1, 5), "padding is nan", "decode"),
             Case("all padding", op, (1, 1), (0, 0), (-1, -1), mode="decode"),

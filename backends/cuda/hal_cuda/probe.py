@@ -171,6 +171,7 @@ def _libraries() -> dict[str, Fact]:
         "flashinfer": library("flashinfer-python", module="flashinfer"),
         "cutlass_dsl": library("nvidia-cutlass-dsl"),
         "cuda_core": library("cuda-core"),
+        "cuda_bindings": library("cuda-bindings"),
     }
 
 

@@ -11,7 +11,7 @@ from hal.kernel import Kernel, Tier, kernel
 from hal.numerics import Class, Numerics
 from hal.ops import AttentionDecode, AttentionPrefill
 from hal.requirement import Reason
-from hal_triton.needs import TRITON, next_power_of_2
+from hal_triton.needs import TRITON, next_power_of_2, overlaps
 
 CODE = "hal_triton.code.attention"
 WIDEST_HEAD = 256
@@ -63,6 +63,7 @@ class TritonAttentionDecode(_Attention, Kernel[AttentionDecode]):
             "most_splits": MOST_SPLITS,
             "num_warps": 4,
             "num_stages": 3 if wide else 1,
+            "PDL": overlaps(device),
         }
 
 
@@ -83,4 +84,5 @@ class TritonAttentionPrefill(_Attention, Kernel[AttentionPrefill]):
             "BLOCK_N": 64 if wide else 32 if dtype(op.dtype).bits <= 16 else 16,
             "num_warps": 8 if wide else 4,
             "num_stages": 2 if wide else 1,
+            "PDL": overlaps(device),
         }

@@ -51,19 +51,16 @@ class _Decode(Kernel[Any]):
 
 @kernel("triton.decode_whole", code=f"{CODE}:decode")
 class Decode(_Decode, Kernel[GatedDeltaDecode]):
-    """A program a row and value head: the state passes once through its registers."""
+    """A program a row and value head: the state streams through its registers, block by block."""
 
     def settings(self, op: GatedDeltaDecode, device: Device) -> Mapping[str, Any]:
-        block = next_power_of_2(op.value_head_dim)
-        tile = block * next_power_of_2(op.key_head_dim)
-        warps = min(4, max(1, tile // 4096))
-        found = {"BV": block, "num_warps": warps, "EVICT": "", "STAGES": 1, "programs": 0, **_common(device)}
-        if device.value("vendor") == "cuda" and tile >= 16384:
-            found["maxnreg"] = 168  # three programs a unit hide each other's waiting: 12 % at 64 rows of an H200
-        return found
+        block = min(next_power_of_2(op.value_head_dim), 8)
+        return {
+            "SPLIT": 1, "BV": block, "DEPTH": 0, "STAGES": 4, "num_warps": 1, "EVICT": "evict_first", **_common(device)
+        }  # fmt: skip
 
 
-@kernel("triton.decode_split", code=f"{CODE}:decode_split")
+@kernel("triton.decode_split", code=f"{CODE}:decode")
 class DecodeSplit(_Decode, Kernel[GatedDeltaDecode]):
     """V split over programs, for few rows; the last program of a head does its norm."""
 
@@ -80,4 +77,8 @@ class DecodeSplit(_Decode, Kernel[GatedDeltaDecode]):
         # one wave a program: what it wrote lies before its count on any device
         block = min(next_power_of_2(op.value_head_dim), 8)
         most = self.rows(op, device)[1]
-        return {"BV": block, "num_warps": 1, "EVICT": "evict_first", "rows": most, **_common(device)}
+        split = next_power_of_2(op.value_head_dim) // block
+        return {
+            "SPLIT": split, "BV": block, "DEPTH": 1, "STAGES": 1, "num_warps": 1, "EVICT": "evict_first",
+            "rows": most, **_common(device),
+        }  # fmt: skip

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from hal.device import Device
 from hal.requirement import Requirement, library, vendor
 
@@ -19,5 +22,10 @@ def cdiv(a: int, b: int) -> int:
 
 
 def overlaps(device: Device) -> bool:
-    """Whether a launch may begin while the one before it still runs."""
+    """Whether a launch may begin while the one before it still runs: ``PDL`` among launch settings."""
     return device.value("pdl") is True
+
+
+def launched(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Launch settings as a kernel that takes PDL is called with."""
+    return {**settings, "launch_pdl": True} if settings["PDL"] else dict(settings)

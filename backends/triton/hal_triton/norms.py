@@ -9,7 +9,7 @@ from hal.device import Device
 from hal.kernel import Kernel, kernel
 from hal.ops import AddRMSNorm, RMSNorm
 from hal.requirement import Reason
-from hal_triton.needs import next_power_of_2
+from hal_triton.needs import next_power_of_2, overlaps
 from hal_triton.small import Encoding
 
 CODE = "hal_triton.code.norms"
@@ -26,7 +26,7 @@ class _RowNorm(Encoding):
 
     def settings(self, op: Any, device: Device) -> Mapping[str, Any]:
         block = next_power_of_2(op.hidden)
-        return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}
+        return {"BLOCK": block, "num_warps": min(16, max(1, block // 512)), "PDL": overlaps(device)}
 
 
 @kernel("triton.rms_norm", code=f"{CODE}:rms_norm")

@@ -9,7 +9,7 @@ from hal.device import Device
 from hal.kernel import Kernel, Rows, Tier, kernel
 from hal.ops import QKNormRope
 from hal.requirement import Reason
-from hal_triton.needs import TRITON, next_power_of_2
+from hal_triton.needs import TRITON, next_power_of_2, overlaps
 from hal_triton.small import too_wide
 
 CODE = "hal_triton.code.rope:qk_norm_rope"
@@ -35,7 +35,7 @@ class _Rope(Kernel[QKNormRope]):
         block = next_power_of_2(op.head_dim)
         group = min(max(1, self.tile // block), next_power_of_2(op.heads))
         rows = min(self.most_rows, max(1, self.tile // (block * group)))
-        return {"ROWS": rows, "GROUP": group, "num_warps": self.num_warps}
+        return {"ROWS": rows, "GROUP": group, "num_warps": self.num_warps, "PDL": overlaps(device)}
 
 
 @kernel("triton.qk_norm_rope", code=CODE)

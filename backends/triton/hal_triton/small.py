@@ -11,7 +11,7 @@ from hal.kernel import Kernel, Tier, kernel
 from hal.numerics import EXACT, Numerics
 from hal.ops import Embed, GatedRMSNorm, Quantize, SiluMul
 from hal.requirement import Reason, feature
-from hal_triton.needs import TRITON, next_power_of_2
+from hal_triton.needs import TRITON, next_power_of_2, overlaps
 
 CODE = "hal_triton.code.small"
 ENCODINGS = (STATIC_FP8, Quantized("float8_e4m3fnuz", Scale("tensor", static=True)))
@@ -47,7 +47,7 @@ class Encoding(Kernel[Any]):
 
 class _ByColumns(Encoding):
     def settings(self, op: Any, device: Device) -> Mapping[str, Any]:
-        return {"BLOCK": min(1024, next_power_of_2(op.columns)), "num_warps": 4}
+        return {"BLOCK": min(1024, next_power_of_2(op.columns)), "num_warps": 4, "PDL": overlaps(device)}
 
 
 @kernel("triton.silu_mul", code=f"{CODE}:silu_mul")
@@ -78,7 +78,7 @@ class TritonGatedRMSNorm(Encoding, Kernel[GatedRMSNorm]):
     def settings(self, op: GatedRMSNorm, device: Device) -> Mapping[str, Any]:
         block = next_power_of_2(op.value_head_dim)
         group = min(max(1, 1024 // block), next_power_of_2(op.value_heads))
-        return {"BLOCK": block, "GROUP": group, "num_warps": 4}
+        return {"BLOCK": block, "GROUP": group, "num_warps": 4, "PDL": overlaps(device)}
 
 
 @kernel("triton.embed", code=f"{CODE}:embed")
@@ -92,4 +92,4 @@ class TritonEmbed(Kernel[Embed]):
         return EXACT
 
     def settings(self, op: Embed, device: Device) -> Mapping[str, Any]:
-        return {"BLOCK": min(1024, next_power_of_2(op.hidden)), "num_warps": 4}
+        return {"BLOCK": min(1024, next_power_of_2(op.hidden)), "num_warps": 4, "PDL": overlaps(device)}

@@ -17,7 +17,8 @@ from torch import Tensor
 from hal.batch import Batch
 from hal.formats import Encoded, Quantized
 from hal.kernel import Site
-from hal_triton.needs import cdiv, next_power_of_2
+from hal_triton.code.parts import begin
+from hal_triton.needs import cdiv, launched, next_power_of_2
 
 Call = Callable[..., Any]
 LOG2_E = 1.4426950408889634
@@ -69,9 +70,10 @@ def decode_kernel(
     q_ptr, kv_ptr, slots_ptr, lengths_ptr, table_ptr, mixed_ptr, tops_ptr, totals_ptr, scale,
     q_row, q_head, kv_page, kv_side, kv_cell, kv_head, table_row,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, KV head; split): partial sums ``[rows, KV_HEADS, splits, GROUP, HEAD_DIM]``."""
+    begin(PDL)
     row, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     split, splits = tl.program_id(1), tl.num_programs(1)
     length = tl.where(tl.load(slots_ptr + row) < 0, 0, tl.load(lengths_ptr + row))
@@ -107,9 +109,10 @@ def decode_kernel(
 def join_kernel(
     mixed_ptr, tops_ptr, totals_ptr, gate_ptr, out_ptr, scale_ptr, limit, splits, gate_row, gate_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_D: tl.constexpr, ENCODE: tl.constexpr,
+    BLOCK_D: tl.constexpr, ENCODE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, head; columns): the splits' sums weighed together, times sigmoid(gate)."""
+    begin(PDL)
     row, head = tl.program_id(0).to(tl.int64) // (KV_HEADS * GROUP), tl.program_id(0) % (KV_HEADS * GROUP)
     split, column = tl.arange(0, SPLITS), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     partial = ((row * KV_HEADS + head // GROUP) * splits + split) * GROUP + head % GROUP
@@ -131,16 +134,17 @@ def prefill_kernel(
     q_ptr, gate_ptr, kv_ptr, tiles_ptr, slots_ptr, contexts_ptr, starts_ptr, table_ptr, out_ptr, scale_ptr, limit,
     scale, q_row, q_head, gate_row, gate_head, kv_page, kv_side, kv_cell, kv_head, table_row,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, ENCODE: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of BLOCK_T tokens, KV head). tiles ``[tiles, 2]``: sequence, first token in it."""
+    begin(PDL)
     sequence = tl.load(tiles_ptr + tl.program_id(0) * 2)
-    begin, head = tl.load(tiles_ptr + tl.program_id(0) * 2 + 1), tl.program_id(1)
+    at, head = tl.load(tiles_ptr + tl.program_id(0) * 2 + 1), tl.program_id(1)
     first = tl.load(starts_ptr + sequence)
     length = tl.load(starts_ptr + sequence + 1) - first
     context = tl.load(contexts_ptr + sequence)
     m, column = tl.arange(0, BLOCK_T * GROUP_BLOCK), tl.arange(0, HEAD_DIM)
-    token, member = begin + m // GROUP_BLOCK, m % GROUP_BLOCK
+    token, member = at + m // GROUP_BLOCK, m % GROUP_BLOCK
     inside = ((token < length) & (member < GROUP))[:, None]
     row, heads = (first + token).to(tl.int64), head * GROUP + member
     top = tl.full([BLOCK_T * GROUP_BLOCK], float("-inf"), tl.float32)
@@ -149,9 +153,9 @@ def prefill_kernel(
     present = tl.load(slots_ptr + sequence) >= 0
     if present:
         q = tl.load(q_ptr + (row * q_row + heads * q_head)[:, None] + column[None, :], mask=inside, other=0.0)
-        stop = context + tl.minimum(begin + BLOCK_T, length)
+        stop = context + tl.minimum(at + BLOCK_T, length)
         # up to here every row of the tile sees every key
-        whole = (context + begin + 1) // BLOCK_N * BLOCK_N
+        whole = (context + at + 1) // BLOCK_N * BLOCK_N
         kv_ptr += head.to(tl.int64) * kv_head
         table_ptr += sequence.to(tl.int64) * table_row
         top, total, mixed = _attend(
@@ -165,8 +169,8 @@ def prefill_kernel(
     gate = tl.load(gate_ptr + (row * gate_row + heads * gate_head)[:, None] + column[None, :], mask=inside, other=0.0)
     value = mixed / tl.where(total > 0, total, 1.0)[:, None] * tl.sigmoid(gate.to(tl.float32))
     value = _encoded(tl.where(present, value, 0.0), scale_ptr, limit, gate_ptr.dtype.element_ty, ENCODE)
-    at = (row * (KV_HEADS * GROUP) + heads) * HEAD_DIM
-    tl.store(out_ptr + at[:, None] + column[None, :], value.to(out_ptr.dtype.element_ty), mask=inside)
+    place = (row * (KV_HEADS * GROUP) + heads) * HEAD_DIM
+    tl.store(out_ptr + place[:, None] + column[None, :], value.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 class _Out:
@@ -190,6 +194,7 @@ def decode(site: Site) -> Call:
     programs, most = settings.pop("programs"), settings.pop("most_splits")
     group, scale = op.heads // op.kv_heads, LOG2_E * op.head_dim**-0.5
     block_d = min(op.head_dim, 64)
+    joining = launched({"num_warps": 4, "PDL": settings["PDL"]})
 
     def run(q: Tensor, gate: Tensor, state: tuple[Tensor], batch: Batch) -> Any:
         rows, (kv,), out = q.shape[0], state, result.empty(q)
@@ -203,12 +208,12 @@ def decode(site: Site) -> Call:
             q, kv, batch.slots, batch.kv_lengths, batch.page_table, mixed, tops, totals, scale,
             q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3),
             batch.page_table.stride(0), KV_HEADS=op.kv_heads, GROUP=group, PAGE=op.page_size, HEAD_DIM=op.head_dim,
-            **settings,
+            **launched(settings),
         )  # fmt: skip
         join_kernel[(rows * op.heads, op.head_dim // block_d)](
             mixed, tops, totals, gate, out, tops if result.scale is None else result.scale, result.limit, splits,
             gate.stride(0), gate.stride(1), KV_HEADS=op.kv_heads, GROUP=group, HEAD_DIM=op.head_dim,
-            SPLITS=splits, BLOCK_D=block_d, ENCODE=result.encode, num_warps=4,
+            SPLITS=splits, BLOCK_D=block_d, ENCODE=result.encode, **joining,
         )  # fmt: skip
         return result.wrap(out)
 
@@ -252,7 +257,7 @@ def prefill(site: Site) -> Call:
                 plan.table if result.scale is None else result.scale, result.limit, scale, q.stride(0), q.stride(1),
                 gate.stride(0), gate.stride(1), kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3),
                 batch.page_table.stride(0), KV_HEADS=op.kv_heads, GROUP=group, PAGE=op.page_size,
-                HEAD_DIM=op.head_dim, ENCODE=result.encode, **settings,
+                HEAD_DIM=op.head_dim, ENCODE=result.encode, **launched(settings),
             )  # fmt: skip
         return result.wrap(out)
 

@@ -1,16 +1,22 @@
-"""One token through a Gated DeltaNet core: the device code of both arrangements.
+"""One token through a Gated DeltaNet core, in one launch.
 
-State is read once and written once. Both reductions are over the old state S ``[V, K]``:
-with decay g, ``e = beta (v - g S k)``, ``o = g S q + e (k.q)``, ``S <- g S + e k^T``. The ring cell
-that is written is not one of those read, so programs that share a channel never race.
+SPLIT programs share a value head; each takes its rows of the state in blocks of BV, and DEPTH blocks
+are under way. State is read once and written once. Both reductions are over the old state S
+``[V, K]``: with decay g, ``e = beta (v - g S k)``, ``o = g S q + e (k.q)``, ``S <- g S + e k^T``. The
+ring cell that is written is not one of those read, so programs that share a channel never race.
 Padding (negative slot) is a mask: everything read is 0, nothing but a row of zeros is written.
 """
 
+# Triton grows tuples by addition, unpacks none
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment,misc"
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from hal_triton.code.parts import moved
 
 
 @triton.jit
@@ -79,11 +85,16 @@ def delta_step(state, q, k, v, decay, beta, product):
 
 
 @triton.jit
+def block(state_ptr, tile, at, in_k, live, V: tl.constexpr, EVICT: tl.constexpr):
+    """The rows ``at`` of a head's state, where they lie inside it."""
+    return tl.load(state_ptr + tile, mask=(at < V)[:, None] & in_k & live, other=0.0, eviction_policy=EVICT)
+
+
+@triton.jit
 def finish(o, z, weight, live, out_ptr, at, inside, scale_ptr, eps, limit,
            V: tl.constexpr, KIND: tl.constexpr, ENCODE: tl.constexpr):  # fmt: skip
-    """The gated norm of a head, whose values lie ``[blocks, BV]``, in the format of the output."""
-    mean = tl.sum(tl.sum(o * o, 1), 0) / V
-    value = tl.where(live, o * tl.rsqrt(mean + eps) * weight * silu(z), 0.0)
+    """The gated norm of a head ``[V]``, in the format of the output."""
+    value = tl.where(live, o * tl.rsqrt(tl.sum(o * o, 0) / V + eps) * weight * silu(z), 0.0)
     if ENCODE:
         value = value.to(KIND).to(tl.float32) / tl.load(scale_ptr)
         value = tl.minimum(tl.maximum(value, -limit), limit)
@@ -91,139 +102,109 @@ def finish(o, z, weight, live, out_ptr, at, inside, scale_ptr, eps, limit,
 
 
 @triton.jit
-def head_step(
-    row, head, qkv_ptr, z_ptr, b_ptr, a_ptr, qkv_row, z_row, b_row, a_row,
+def decode_kernel(
+    qkv_ptr, z_ptr, b_ptr, a_ptr, qkv_row, z_row, b_row, a_row,
     slots_ptr, contexts_ptr, ring_ptr, state_ptr, ring_slot, state_slot,
     weight_ptr, a_log_ptr, dt_bias_ptr, norm_ptr, out_ptr, scale_ptr, eps, limit, work_ptr, counter_ptr,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, VP: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, WORDS: tl.constexpr,
-    ENCODE: tl.constexpr, SPLIT: tl.constexpr, EVICT: tl.constexpr, ONCE: tl.constexpr,
-    PDL: tl.constexpr,
+    VP: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, WORDS: tl.constexpr, ENCODE: tl.constexpr,
+    SPLIT: tl.constexpr, BV: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, EVICT: tl.constexpr,
+    ONCE: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """One value head of one row: all of V in blocks, or, SPLIT, the block of this program."""
-    BLOCKS: tl.constexpr = VP // BV
+    """Grid ``[rows * HEADS * SPLIT]``; ``work [rows, HEADS, 2, VP]`` holds a head's v and o."""
+    PART: tl.constexpr = VP // SPLIT
+    BLOCKS: tl.constexpr = PART // BV
     GROUP: tl.constexpr = HEADS // KEY_HEADS
+    item = tl.program_id(0) // SPLIT
+    first = tl.program_id(0) % SPLIT * PART
+    row, head = (item // HEADS).to(tl.int64), item % HEADS
     slot = tl.load(slots_ptr + row).to(tl.int64)
-    if PDL:
-        gdc_wait()
     context = tl.load(contexts_ptr + row)
-    first = tl.program_id(0) if SPLIT else 0
-    row = row.to(tl.int64)
+    if PDL and not EARLY:
+        gdc_wait()
     live = slot >= 0
     held = live & (context > 0)
     key_head = head // GROUP
 
-    # the state's block is asked for first: all else is small
+    # the state is asked for first: all else is small
     column = tl.arange(0, BK)
-    in_k = column < K
-    v_at = first * BV + tl.arange(0, BV)
-    state_ptr += slot * state_slot + head * (V * K)
-    tile = v_at[:, None] * K + column[None, :]
-    in_tile = (v_at < V)[:, None] & in_k[None, :]
-    state = tl.load(state_ptr + tile, mask=in_tile & held, other=0.0, eviction_policy=EVICT)
+    in_k = (column < K)[None, :]
+    at = tl.arange(0, BV)
+    tile = at[:, None] * K + column[None, :]
+    state_ptr += slot * state_slot + head * (V * K) + first * K
+    ahead = ()
+    for d in tl.static_range(DEPTH):
+        ahead = ahead + (block(state_ptr + d * BV * K, tile, first + d * BV + at, in_k, held & (d < BLOCKS), V, EVICT),)
+    if PDL and EARLY:
+        gdc_wait()
 
     x_ptr = qkv_ptr + row * qkv_row
     ring_ptr += slot * ring_slot
     channel = key_head * K + column
     lead = live & (head % GROUP == 0) & (first == 0)
-    q = conv(x_ptr, weight_ptr, ring_ptr, channel, in_k & live, context, lead, WIDTH, RING, WORDS, ONCE)
+    inside = (column < K) & live
+    q = conv(x_ptr, weight_ptr, ring_ptr, channel, inside, context, lead, WIDTH, RING, WORDS, ONCE)
     channel += KEY_HEADS * K
-    k = conv(x_ptr, weight_ptr, ring_ptr, channel, in_k & live, context, lead, WIDTH, RING, WORDS, ONCE)
+    k = conv(x_ptr, weight_ptr, ring_ptr, channel, inside, context, lead, WIDTH, RING, WORDS, ONCE)
+    channel = 2 * KEY_HEADS * K + head * V
+    mine = first + tl.arange(0, PART)
+    v = conv(
+        x_ptr, weight_ptr, ring_ptr, channel + mine, (mine < V) & live, context, live, WIDTH, RING, WORDS, ONCE
+    )  # fmt: skip
     decay, beta = gates(b_ptr + row * b_row, a_ptr + row * a_row, a_log_ptr, dt_bias_ptr, head, live)
     q, k = unit(q) * (K**-0.5), unit(k)
     product = tl.sum(q * k, 0)
 
-    block = tl.arange(0, BLOCKS)
-    whole = block[:, None] * BV + tl.arange(0, BV)[None, :]
+    whole = tl.arange(0, VP)
     in_v = whole < V
     z = tl.load(z_ptr + row * z_row + head * V + whole, mask=in_v & live, other=0.0).to(tl.float32)
     norm = tl.load(norm_ptr + whole, mask=in_v, other=0.0).to(tl.float32)
     KIND: tl.constexpr = qkv_ptr.dtype.element_ty
-    at = row * (HEADS * V) + head * V + whole
-    v_channel = 2 * KEY_HEADS * K + head * V
+    place = row * (HEADS * V) + head * V + whole
+    work_ptr += (row * HEADS + head) * (2 * VP)
 
-    if SPLIT:
-        v = conv(
-            x_ptr, weight_ptr, ring_ptr, v_channel + v_at, (v_at < V) & live, context, live, WIDTH, RING, WORDS, ONCE
-        )
-        out, new = delta_step(state.to(tl.float32), q, k, v, decay, beta, product)
-        work_ptr += (row * HEADS + head) * VP
-        tl.store(work_ptr + v_at, out)
-        tl.store(state_ptr + tile, new.to(state_ptr.dtype.element_ty), mask=in_tile & live, eviction_policy=EVICT)
+    if BLOCKS == 1:
+        part, new = delta_step(ahead[0].to(tl.float32), q, k, v, decay, beta, product)
+        mask = (mine < V)[:, None] & in_k & live
+        tl.store(state_ptr + tile, new.to(state_ptr.dtype.element_ty), mask=mask, eviction_policy=EVICT)
+        if SPLIT > 1:
+            tl.store(work_ptr + VP + mine, part)
+    else:
+        # a block takes its v from memory: picking it out of registers costs more
+        tl.store(work_ptr + mine, v)
+        tl.debug_barrier()
+        work_ptr += first
+        for i in tl.range(BLOCKS, num_stages=STAGES):
+            if DEPTH > 0:
+                old = ahead[0]
+                coming = block(
+                    state_ptr + (i + DEPTH) * BV * K, tile, first + (i + DEPTH) * BV + at, in_k,
+                    held & (i + DEPTH < BLOCKS), V, EVICT,
+                )  # fmt: skip
+                ahead = moved(ahead, coming, DEPTH)
+            else:
+                old = block(state_ptr + i * BV * K, tile, first + i * BV + at, in_k, held, V, EVICT)
+            wanted = tl.load(work_ptr + i * BV + at)
+            part, new = delta_step(old.to(tl.float32), q, k, wanted, decay, beta, product)
+            mask = (first + i * BV + at < V)[:, None] & in_k & live
+            new = new.to(state_ptr.dtype.element_ty)
+            tl.store(state_ptr + i * BV * K + tile, new, mask=mask, eviction_policy=EVICT)
+            tl.store(work_ptr + VP + i * BV + at, part)
+        work_ptr -= first
+
+    if SPLIT > 1:
         # every thread's part of o lies before the count; the last to count sees all parts
         tl.debug_barrier()
         counter_ptr += row * HEADS + head
-        if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == BLOCKS - 1:
-            o = tl.load(work_ptr + whole, cache_modifier=".cg")
-            finish(o, z, norm, live, out_ptr, at, in_v, scale_ptr, eps, limit, V, KIND, ENCODE)
+        if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == SPLIT - 1:
+            o = tl.load(work_ptr + VP + whole, cache_modifier=".cg")
+            finish(o, z, norm, live, out_ptr, place, in_v, scale_ptr, eps, limit, V, KIND, ENCODE)
             tl.store(counter_ptr, 0)
+    elif BLOCKS > 1:
+        tl.debug_barrier()
+        o = tl.load(work_ptr + VP + whole, cache_modifier=".cg")
+        finish(o, z, norm, live, out_ptr, place, in_v, scale_ptr, eps, limit, V, KIND, ENCODE)
     else:
-        o = tl.zeros((BLOCKS, BV), tl.float32)
-        for i in tl.static_range(BLOCKS):
-            old = state
-            if i + 1 < BLOCKS:  # ask for the next block before this one's work
-                state = tl.load(
-                    state_ptr + (i + 1) * BV * K + tile,
-                    mask=(v_at < V - (i + 1) * BV)[:, None] & in_k[None, :] & held,
-                    other=0.0,
-                    eviction_policy=EVICT,
-                )
-            inside = v_at < V - i * BV
-            channel = v_channel + i * BV + v_at
-            v = conv(x_ptr, weight_ptr, ring_ptr, channel, inside & live, context, live, WIDTH, RING, WORDS, ONCE)
-            out, new = delta_step(old.to(tl.float32), q, k, v, decay, beta, product)
-            new = new.to(state_ptr.dtype.element_ty)
-            mask = inside[:, None] & in_k[None, :] & live
-            tl.store(state_ptr + i * BV * K + tile, new, mask=mask, eviction_policy=EVICT)
-            o = tl.where(block[:, None] == i, out[None, :], o)
-        finish(o, z, norm, live, out_ptr, at, in_v, scale_ptr, eps, limit, V, KIND, ENCODE)
+        finish(part, z, norm, live, out_ptr, place, in_v, scale_ptr, eps, limit, V, KIND, ENCODE)
     if PDL:
         gdc_launch_dependents()
-
-
-@triton.jit
-def decode_kernel(
-    qkv_ptr, z_ptr, b_ptr, a_ptr, qkv_row, z_row, b_row, a_row,
-    slots_ptr, contexts_ptr, ring_ptr, state_ptr, ring_slot, state_slot,
-    weight_ptr, a_log_ptr, dt_bias_ptr, norm_ptr, out_ptr, scale_ptr, eps, limit, items,
-    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, VP: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, WORDS: tl.constexpr,
-    ENCODE: tl.constexpr, PERSISTENT: tl.constexpr, STAGES: tl.constexpr, EVICT: tl.constexpr, ONCE: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """A program a row and value head; PERSISTENT: each takes every so many-th of them."""
-    if PERSISTENT:
-        for item in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=STAGES):
-            head_step(
-                item // HEADS, item % HEADS, qkv_ptr, z_ptr, b_ptr, a_ptr, qkv_row, z_row, b_row, a_row,
-                slots_ptr, contexts_ptr, ring_ptr, state_ptr, ring_slot, state_slot,
-                weight_ptr, a_log_ptr, dt_bias_ptr, norm_ptr, out_ptr, scale_ptr, eps, limit, out_ptr, out_ptr,
-                KEY_HEADS, HEADS, K, V, BK, BV, VP, WIDTH, RING, WORDS, ENCODE, False, EVICT, ONCE, PDL,
-            )  # fmt: skip
-    else:
-        item = tl.program_id(0)
-        head_step(
-            item // HEADS, item % HEADS, qkv_ptr, z_ptr, b_ptr, a_ptr, qkv_row, z_row, b_row, a_row,
-            slots_ptr, contexts_ptr, ring_ptr, state_ptr, ring_slot, state_slot,
-            weight_ptr, a_log_ptr, dt_bias_ptr, norm_ptr, out_ptr, scale_ptr, eps, limit, out_ptr, out_ptr,
-            KEY_HEADS, HEADS, K, V, BK, BV, VP, WIDTH, RING, WORDS, ENCODE, False, EVICT, ONCE, PDL,
-        )  # fmt: skip
-
-
-@triton.jit
-def split_kernel(
-    qkv_ptr, z_ptr, b_ptr, a_ptr, qkv_row, z_row, b_row, a_row,
-    slots_ptr, contexts_ptr, ring_ptr, state_ptr, ring_slot, state_slot,
-    weight_ptr, a_log_ptr, dt_bias_ptr, norm_ptr, out_ptr, scale_ptr, eps, limit, work_ptr, counter_ptr,
-    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, VP: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, WORDS: tl.constexpr,
-    ENCODE: tl.constexpr, EVICT: tl.constexpr, ONCE: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """A program a block of V, on a grid [blocks, value heads, rows]; the last of a head finishes it."""
-    head_step(
-        tl.program_id(2), tl.program_id(1), qkv_ptr, z_ptr, b_ptr, a_ptr, qkv_row, z_row, b_row, a_row,
-        slots_ptr, contexts_ptr, ring_ptr, state_ptr, ring_slot, state_slot,
-        weight_ptr, a_log_ptr, dt_bias_ptr, norm_ptr, out_ptr, scale_ptr, eps, limit, work_ptr, counter_ptr,
-        KEY_HEADS, HEADS, K, V, BK, BV, VP, WIDTH, RING, WORDS, ENCODE, True, EVICT, ONCE, PDL,
-    )  # fmt: skip

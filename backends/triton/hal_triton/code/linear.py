@@ -9,7 +9,7 @@ float32. Weights are read before the wait for earlier kernels (PDL): none in fli
 # mypy: disable-error-code="assignment,misc"
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,20 +19,12 @@ from torch import Tensor
 
 from hal.kernel import Site
 from hal.layout import Packed
-from hal_triton.needs import cdiv, next_power_of_2
+from hal_triton.code.parts import begin, moved
+from hal_triton.needs import cdiv, launched, next_power_of_2
 
 Call = Callable[[Tensor], Tensor]
 LEAST_DOT = 16  # the least size of each axis of tl.dot
 STREAMED = tl.constexpr("evict_first")  # a weight is used once a step: it must not push x out
-
-
-@triton.jit
-def _moved(ahead, coming, DEPTH: tl.constexpr):
-    """The tiles under way without the first, with one more."""
-    moved = ()
-    for d in tl.static_range(1, DEPTH):
-        moved = moved + (ahead[d],)
-    return moved + (coming,)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -50,9 +42,7 @@ def one_kernel(
     for d in tl.static_range(DEPTH):
         mask = inside & (column < K - d * BLOCK_K)[None, :]
         ahead = ahead + (tl.load(weights + d * BLOCK_K, mask=mask, other=0.0, eviction_policy=STREAMED),)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(PDL)
     sums = ()
     for _ in tl.static_range(ROWS):
         # eight products, what a thread loads at once, are added in its registers
@@ -67,7 +57,7 @@ def one_kernel(
             products = tl.reshape(weight * x.to(tl.float32)[None, :], (BLOCK_N, BLOCK_K // 8, 8))
             added = added + (sums[r] + tl.sum(products, 2),)
         sums = added
-        ahead = _moved(ahead, coming, DEPTH)
+        ahead = moved(ahead, coming, DEPTH)
     for r in tl.static_range(ROWS):
         value = tl.sum(sums[r], 1).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + r * N + at, value, mask=(at < N) & (r < rows))
@@ -87,22 +77,20 @@ def few_kernel(
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     LENGTH: tl.constexpr = (K + BLOCK_K * SPLIT - 1) // (BLOCK_K * SPLIT) * BLOCK_K
-    begin = tl.program_id(1) * LENGTH
-    left = tl.minimum(K - begin, LENGTH)
+    first = tl.program_id(1) * LENGTH
+    left = tl.minimum(K - first, LENGTH)
     row = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_K)
     inside = at[:, None] < N
-    weights = weight_ptr + at[:, None] * K + (begin + column)[None, :]
+    weights = weight_ptr + at[:, None] * K + (first + column)[None, :]
     taken = (row < rows)[:, None]
-    xs = x_ptr + row[:, None].to(tl.int64) * x_row + (begin + column)[None, :]
+    xs = x_ptr + row[:, None].to(tl.int64) * x_row + (first + column)[None, :]
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     ahead = ()
     for d in tl.static_range(DEPTH):
         mask = inside & (column < left - d * BLOCK_K)[None, :]
         ahead = ahead + (tl.load(weights + d * BLOCK_K, mask=mask, other=0.0, eviction_policy=STREAMED),)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(PDL)
     if DEPTH == 0:
         for k in range(0, LENGTH, BLOCK_K):
             mask = (column < left - k)[None, :]
@@ -115,7 +103,7 @@ def few_kernel(
             coming = tl.load(weights + k + DEPTH * BLOCK_K, mask=mask, other=0.0, eviction_policy=STREAMED)
             x = tl.load(xs + k, mask=taken & (column < left - k)[None, :], other=0.0)
             total = tl.dot(ahead[0], tl.trans(x), total, input_precision="ieee")
-            ahead = _moved(ahead, coming, DEPTH)
+            ahead = moved(ahead, coming, DEPTH)
     out = out_ptr + (tl.program_id(1) * rows + row[None, :]).to(tl.int64) * N + at[:, None]
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=inside & (row < rows)[None, :])
 
@@ -126,9 +114,7 @@ def sum_kernel(
 ):  # fmt: skip
     """``partial [SPLIT, count]`` to ``out [count]``, always in the order of the splits."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(PDL)
     total = tl.zeros((BLOCK,), tl.float32)
     for split in tl.static_range(SPLIT):
         total += tl.load(partial_ptr + split * count.to(tl.int64) + at, mask=at < count, other=0.0)
@@ -138,45 +124,35 @@ def sum_kernel(
 SUM_BLOCK = 256
 
 
-def product_one(
-    x: Tensor, weight: Tensor, out: Tensor, *, BLOCK_N: int, BLOCK_K: int, DEPTH: int, PDL: bool, num_warps: int
-) -> None:
+def product_one(x: Tensor, weight: Tensor, out: Tensor, settings: Mapping[str, Any]) -> None:
     """``x [rows, K]``, ``weight [N, K]`` to ``out [rows, N]`` without matrix instructions."""
     rows, (n, columns) = x.shape[0], weight.shape
-    options = {"launch_pdl": True} if PDL else {}
-    one_kernel[(cdiv(n, BLOCK_N),)](
+    one_kernel[(cdiv(n, settings["BLOCK_N"]),)](
         x, weight, out, x.stride(0), rows, N=n, K=columns, ROWS=next_power_of_2(rows),
-        BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, DEPTH=DEPTH, PDL=PDL,
-        num_warps=num_warps, enable_fp_fusion=True, **options,
+        enable_fp_fusion=True, **launched(settings),
     )  # fmt: skip
 
 
-def product_few(
-    x: Tensor, weight: Tensor, out: Tensor, *,
-    BLOCK_N: int, BLOCK_K: int, SPLIT: int, DEPTH: int, PDL: bool, num_warps: int, num_stages: int,
-) -> None:  # fmt: skip
+def product_few(x: Tensor, weight: Tensor, out: Tensor, settings: Mapping[str, Any]) -> None:
     """``x [rows, K]``, ``weight [N, K]`` to ``out [rows, N]``; one tile holds all rows of x."""
-    rows, (n, columns) = x.shape[0], weight.shape
-    options = {"launch_pdl": True} if PDL else {}
-    target = out if SPLIT == 1 else torch.empty((SPLIT, rows, n), dtype=torch.float32, device=x.device)
-    few_kernel[(cdiv(n, BLOCK_N), SPLIT)](
+    rows, (n, columns), split = x.shape[0], weight.shape, settings["SPLIT"]
+    target = out if split == 1 else torch.empty((split, rows, n), dtype=torch.float32, device=x.device)
+    few_kernel[(cdiv(n, settings["BLOCK_N"]), split)](
         x, weight, target, x.stride(0), rows, N=n, K=columns, BLOCK_M=max(LEAST_DOT, next_power_of_2(rows)),
-        BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, SPLIT=SPLIT, DEPTH=DEPTH, PDL=PDL,
-        num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True, **options,
+        enable_fp_fusion=True, **launched(settings),
     )  # fmt: skip
-    if SPLIT > 1:
-        sum_kernel[(cdiv(rows * n, SUM_BLOCK),)](
-            target, out, rows * n, SPLIT=SPLIT, BLOCK=SUM_BLOCK, PDL=PDL, num_warps=2, **options
-        )
+    if split > 1:
+        summing = launched({"SPLIT": split, "BLOCK": SUM_BLOCK, "PDL": settings["PDL"], "num_warps": 2})
+        sum_kernel[(cdiv(rows * n, SUM_BLOCK),)](target, out, rows * n, **summing)
 
 
 def _loaded(site: Site, product: Callable[..., None]) -> Call:
-    weight, settings = site.weight("weight", Packed()), dict(site.settings)
+    weight, settings = site.weight("weight", Packed()), site.settings
 
     def run(x: Tensor) -> Tensor:
         out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
         if x.shape[0]:
-            product(x, weight, out, **settings)
+            product(x, weight, out, settings)
         return out
 
     return run
@@ -191,14 +167,14 @@ def few(site: Site) -> Call:
 
 
 def _projected(site: Site, product: Callable[..., None]) -> Callable[..., Any]:
-    norm, weight, settings = site.parts["norm"], site.weight("weight", Packed()), dict(site.settings)
+    norm, weight, settings = site.parts["norm"], site.weight("weight", Packed()), site.settings
     widths = list(site.op.outputs().values())
 
     def run(partial: Tensor, residual: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         x, residual = norm(partial, residual)
         out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
         if x.shape[0]:
-            product(x, weight, out, **settings)
+            product(x, weight, out, settings)
         return out.split(widths, 1), residual
 
     return run

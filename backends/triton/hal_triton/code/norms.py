@@ -11,7 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from hal.kernel import Site
+from hal_triton.code.parts import begin
 from hal_triton.code.small import Output, written
+from hal_triton.needs import launched
 
 Call = Callable[..., Any]
 
@@ -19,11 +21,13 @@ Call = Callable[..., Any]
 @triton.jit
 def rms_norm_kernel(
     x_ptr, partial_ptr, weight_ptr, out_ptr, residual_ptr, scale_ptr, x_row, eps, offset, limit,
-    HIDDEN: tl.constexpr, ADD: tl.constexpr, ENCODE: tl.constexpr, BLOCK: tl.constexpr,
+    HIDDEN: tl.constexpr, ADD: tl.constexpr, ENCODE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    begin(PDL)
     x = tl.load(x_ptr + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         x += tl.load(partial_ptr + row * HIDDEN + column, mask=inside, other=0.0).to(tl.float32)
@@ -31,7 +35,6 @@ def rms_norm_kernel(
         rounded = x.to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + row * HIDDEN + column, rounded, mask=inside)
         x = rounded.to(tl.float32)
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     value = x * tl.rsqrt(tl.sum(x * x, 0) / HIDDEN + eps) * (weight + offset)
     value = written(value, scale_ptr, limit, x_ptr.dtype.element_ty, out_ptr.dtype.element_ty, ENCODE)
     tl.store(out_ptr + row * HIDDEN + column, value, mask=inside)
@@ -45,7 +48,7 @@ def _launch(site: Site, x: Tensor, partial: Tensor | None) -> tuple[Any, Tensor]
         rms_norm_kernel[(rows,)](
             x, x if partial is None else partial, weight, out, residual, output.scale,
             x.stride(0), op.eps, op.offset, output.limit,
-            HIDDEN=op.hidden, ADD=partial is not None, ENCODE=output.encode, **site.settings,
+            HIDDEN=op.hidden, ADD=partial is not None, ENCODE=output.encode, **launched(site.settings),
         )  # fmt: skip
     return output.edge(out), residual
 

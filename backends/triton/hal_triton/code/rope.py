@@ -20,7 +20,8 @@ from torch import Tensor
 
 from hal.batch import Batch
 from hal.kernel import Site
-from hal_triton.needs import cdiv, next_power_of_2
+from hal_triton.code.parts import begin
+from hal_triton.needs import cdiv, launched, next_power_of_2
 
 Call = Callable[..., Any]
 
@@ -76,7 +77,9 @@ def qk_norm_rope_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr,
     PAIRS: tl.constexpr, BLOCK: tl.constexpr, Q_GROUPS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     group = tl.program_id(1)
     angle = angles(
@@ -125,7 +128,7 @@ def qk_norm_rope(site: Site) -> Call:
             rows, qkv.stride(0), axis, positions.stride(-1), *kv.stride()[:4], op.eps,
             HEADS=op.heads, KV_HEADS=op.kv_heads, HEAD_DIM=op.head_dim, HALF=half,
             HEIGHT=sections[1], WIDTH=sections[2], PAGE_SIZE=op.page_size,
-            PAIRS=next_power_of_2(half), BLOCK=next_power_of_2(op.head_dim), Q_GROUPS=groups[0], **settings,
+            PAIRS=next_power_of_2(half), BLOCK=next_power_of_2(op.head_dim), Q_GROUPS=groups[0], **launched(settings),
         )  # fmt: skip
         return q, gate
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from hal.formats import Encoded, Quantized
 from hal.kernel import Site
+from hal_triton.code.parts import begin
+from hal_triton.needs import launched
 
 Call = Callable[..., Any]
 
@@ -33,8 +35,10 @@ def written(value, scale_ptr, limit, dtype: tl.constexpr, kind: tl.constexpr, EN
 
 @triton.jit
 def silu_mul_kernel(
-    x_ptr, out_ptr, scale_ptr, x_row, limit, COLUMNS: tl.constexpr, ENCODE: tl.constexpr, BLOCK: tl.constexpr
-):
+    x_ptr, out_ptr, scale_ptr, x_row, limit,
+    COLUMNS: tl.constexpr, ENCODE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < COLUMNS
@@ -46,7 +50,10 @@ def silu_mul_kernel(
 
 
 @triton.jit
-def quantize_kernel(x_ptr, out_ptr, scale_ptr, x_row, limit, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+def quantize_kernel(
+    x_ptr, out_ptr, scale_ptr, x_row, limit, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < COLUMNS
@@ -58,7 +65,9 @@ def quantize_kernel(x_ptr, out_ptr, scale_ptr, x_row, limit, COLUMNS: tl.constex
 def gated_rms_norm_kernel(
     x_ptr, z_ptr, weight_ptr, out_ptr, scale_ptr, z_row, eps, limit,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ENCODE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -75,8 +84,9 @@ def gated_rms_norm_kernel(
 @triton.jit
 def embed_kernel(
     ids_ptr, weight_ptr, out_ptr, residual_ptr, first,
-    VOCAB: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
+    VOCAB: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < HIDDEN
@@ -114,7 +124,7 @@ def silu_mul(site: Site) -> Call:
         if rows:
             silu_mul_kernel[(rows, triton.cdiv(columns, block))](
                 x, out, output.scale, x.stride(0), output.limit,
-                COLUMNS=columns, ENCODE=output.encode, **site.settings,
+                COLUMNS=columns, ENCODE=output.encode, **launched(site.settings),
             )  # fmt: skip
         return output.edge(out)
 
@@ -129,7 +139,7 @@ def quantize(site: Site) -> Call:
         out = output.empty(rows, columns, x.device)
         if rows:
             quantize_kernel[(rows, triton.cdiv(columns, block))](
-                x, out, output.scale, x.stride(0), output.limit, COLUMNS=columns, **site.settings
+                x, out, output.scale, x.stride(0), output.limit, COLUMNS=columns, **launched(site.settings)
             )
         return output.edge(out)
 
@@ -146,7 +156,7 @@ def gated_rms_norm(site: Site) -> Call:
         if rows:
             gated_rms_norm_kernel[(rows, groups)](
                 x, z, weight, out, output.scale, z.stride(0), op.eps, output.limit,
-                HEADS=op.value_heads, HEAD_DIM=op.value_head_dim, ENCODE=output.encode, **site.settings,
+                HEADS=op.value_heads, HEAD_DIM=op.value_head_dim, ENCODE=output.encode, **launched(site.settings),
             )  # fmt: skip
         return output.edge(out)
 
@@ -161,7 +171,7 @@ def embed(site: Site) -> Call:
         out, residual = (weight.new_empty((ids.shape[0], op.hidden)) for _ in range(2))
         if ids.shape[0]:
             embed_kernel[(ids.shape[0], triton.cdiv(op.hidden, block))](
-                ids, weight, out, residual, first, VOCAB=op.vocab, HIDDEN=op.hidden, **site.settings
+                ids, weight, out, residual, first, VOCAB=op.vocab, HIDDEN=op.hidden, **launched(site.settings)
             )
         return out, residual
 
