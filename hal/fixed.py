@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hal.batch import Batch, Host, Sampling
 from hal.errors import HalError
+
+if TYPE_CHECKING:
+    import torch
 
 # name, dtype, numbers per row (0: one more than the rows; -1: a row of the page table)
 SECTIONS = (
@@ -58,6 +61,21 @@ class FixedBatch:
         self._on_host["cu_seqlens"].copy_(torch.arange(rows + 1))
         self._on_host["accepted"].zero_()
         self._tables: tuple[tuple[int, ...], ...] | None = None
+
+    def advance(self, tokens: torch.Tensor) -> None:
+        """Make the next step of this one where it stands: ``tokens`` ``[rows]`` are its ids, all else moves on by one.
+
+        No host takes part, so a graph may hold it. Random numbers stay: for greedy steps only.
+        """
+        import torch
+
+        batch, size = self.batch, self.page_size
+        self.ids.copy_(tokens)
+        for counted in (batch.positions, batch.contexts, batch.kv_lengths):
+            counted.add_(1)
+        page = (batch.positions // size).clamp_(max=self.pages - 1)
+        cells = batch.page_table.gather(1, page[:, None])[:, 0] * size + batch.positions % size
+        batch.cells.copy_(torch.where(batch.padding, -1, cells))
 
     def fill(
         self,

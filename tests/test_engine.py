@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from hal_models.qwen3_5.model import Qwen35
 from hal_models.tasks import lines
 from stepping import model_of
 
+import hal
 from hal.batch import Sampling
 from hal.errors import HalError
+from hal.fixed import FixedBatch
 
 # one token, below the convolution's width, around a page, several pages; and lines with right answers
 ODD = [list(b"7"), list(b"12"), list(b"3*4"), *(list(b"ab1 cd2 ef3 gh4 "[:15] * 4)[:n] for n in (15, 16, 17, 33, 60))]
@@ -193,3 +196,78 @@ def test_scores_of_a_line_are_those_it_was_written_with(model: Qwen35, alone: di
     for request, tokens, logits in zip(GREEDY, alone["greedy"], score(model, whole), strict=True):
         assert logits.shape == (len(request.prompt) + len(tokens), 320)
         assert logits[len(request.prompt) - 1 : -1].argmax(-1).tolist() == tokens
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch, model: Qwen35) -> None:
+    """Graphs without a GPU: what was recorded runs again, its results at fixed addresses.
+
+    Kernels here read the host's numbers, so those are made anew from the tensors that a graph reads.
+    """
+
+    def capture(self: Any, work: Any) -> Any:
+        results = [tensor.clone() for tensor in work()]
+
+        def replay() -> None:
+            for result, fresh in zip(results, work(), strict=True):
+                result.copy_(fresh)
+
+        return replay, tuple(results)
+
+    def seen(method: Any) -> Any:
+        def run(self: FixedBatch, *args: Any) -> None:
+            method(self, *args)
+            batch = self.batch
+            contexts, slots = (tuple(t.tolist()) for t in (batch.contexts, batch.slots))
+            batch.host = replace(batch.host, lengths=(1,) * self.rows, contexts=contexts, slots=slots)
+            model.runtime.begin(batch)
+
+        return run
+
+    monkeypatch.setattr(hal.Runtime, "capture", capture)
+    monkeypatch.setattr(hal.Runtime, "can_capture", True)
+    monkeypatch.setattr(hal.Runtime, "uncaptured", lambda self, rows: [])
+    monkeypatch.setattr(FixedBatch, "fill", seen(FixedBatch.fill))
+    monkeypatch.setattr(FixedBatch, "advance", seen(FixedBatch.advance))
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("sizes", [{}, {"slots": 3, "pages": 7}, {"slots": 16, "pages": 64}])
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_by_graph_give_the_same_tokens(
+    kind: str, sizes: dict[str, int], model: Qwen35, alone: dict[str, Tokens]
+) -> None:
+    engine = poisoned(model, **sizes)
+    assert not engine.eager
+    assert engine.generate(KINDS[kind]) == alone[kind]
+    assert len(engine._slots) == sizes.get("slots", 1)
+    assert engine._under_way is None
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("heard", [1, 5, 9, 14])
+def test_a_request_that_comes_while_a_step_is_under_way(heard: int, model: Qwen35, alone: dict[str, Tokens]) -> None:
+    engine = poisoned(model, slots=4, pages=32)
+    early = [engine.add(r) for r in GREEDY[:3]]
+    found: dict[int, list[int]] = {index: [] for index in (*early, *range(3, len(GREEDY)))}
+    events = engine.run()
+    heard_events = list(islice(events, heard))
+    for request in GREEDY[3:]:
+        engine.add(request)
+    for event in [*heard_events, *events]:
+        if event.token is not None:
+            found[event.request].append(event.token)
+    assert [found[i] for i in range(len(GREEDY))] == alone["greedy"]
+
+
+@pytest.mark.usefixtures("recorded")
+def test_a_stop_token_ends_one_while_its_next_step_is_under_way(model: Qwen35, alone: dict[str, Tokens]) -> None:
+    for index, tokens in enumerate(alone["greedy"]):
+        for at, stop in enumerate(tokens[:3]):
+            requests = [
+                replace(r, stops=frozenset({stop}) if i == index else frozenset()) for i, r in enumerate(GREEDY)
+            ]
+            wanted = list(alone["greedy"])
+            wanted[index] = tokens[: tokens.index(stop)]
+            if at == tokens.index(stop):
+                assert poisoned(model, slots=3, pages=24).generate(requests) == wanted

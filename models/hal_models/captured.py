@@ -19,6 +19,29 @@ def buckets(slots: int) -> list[int]:
     return [b for b in BUCKETS if b < slots] + [slots]
 
 
+class Step:
+    """A step under way. ``read`` waits for it, the only wait there is."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        import torch
+
+        self._event = None
+        if tokens.device.type == "cpu":
+            self._tokens = tokens.clone()
+            return
+        # the next step writes the tokens of this one
+        self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        self._tokens.copy_(tokens, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def read(self) -> list[int]:
+        """The next token of each sequence."""
+        if self._event is not None:
+            self._event.synchronize()
+        return list(self._tokens.tolist())
+
+
 class Captured:
     """Decode steps over one pool of state. Addresses are frozen once a bucket is captured.
 
@@ -43,17 +66,26 @@ class Captured:
         slots: Sequence[int],
         pages: Sequence[Sequence[int]],
         sampling: Sequence[Sampling],
-    ) -> list[int]:
-        """The next token of each sequence; reading them is the only wait."""
+    ) -> Step:
+        """Begin a step of these sequences. Errors: HalError for what does not fit, before anything moves."""
         used = len(ids)
-        fixed, replay, logits, tokens = self._graph(next(b for b in self.buckets if b >= used))
+        fixed, replay, logits, tokens = self._graph(self._bucket(used))
         fixed.fill(ids, contexts, slots, pages, sampling)
         replay()
         if not fixed.batch.host.greedy:
             place = self.model.runtime.place
             picks = make_batch("decode", [1] * used, contexts, slots, sampling=sampling, device=place)
-            return list(self.model.sample(logits[:used], picks).tolist())
-        return list(tokens[:used].tolist())
+            return Step(self.model.sample(logits[:used], picks))
+        return Step(tokens[:used])
+
+    def again(self, used: int) -> Step:
+        """Begin the step after the last, of the same ``used`` sequences, all greedy, with the ids that it gives."""
+        _, replay, _, tokens = self._graph(self._bucket(used))
+        replay()
+        return Step(tokens[:used])
+
+    def _bucket(self, used: int) -> int:
+        return next(b for b in self.buckets if b >= used)
 
     def _graph(self, rows: int) -> tuple[FixedBatch, Callable[[], None], torch.Tensor, torch.Tensor]:
         if rows not in self._graphs:
@@ -64,7 +96,9 @@ class Captured:
 
             def work() -> tuple[torch.Tensor, torch.Tensor]:
                 logits, _ = self.model.head(*self.model(fixed.ids, self.state, fixed.batch))
-                return logits, self.model.sample(logits, fixed.batch)
+                tokens = self.model.sample(logits, fixed.batch)
+                fixed.advance(tokens)
+                return logits, tokens
 
             work()  # compiles what is not compiled; all rows are padding, nothing moves
             replay, (logits, tokens) = runtime.capture(work)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hal.batch import Batch, Sampling, make_batch
 from hal.errors import HalError
 from hal_models import PAGE_SIZE
-from hal_models.captured import Captured, buckets
+from hal_models.captured import Captured, Step, buckets
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ class Event:
     finish: str = ""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Sequence:
     index: int
     request: Request
@@ -43,10 +43,16 @@ class _Sequence:
     pages: tuple[int, ...]
     tokens: list[int]
     done: int = 0  # tokens in the state
+    ended: bool = False
 
     @property
     def left(self) -> int:
         return len(self.tokens) - self.done
+
+    @property
+    def more(self) -> int:
+        """Tokens that it may still be given."""
+        return len(self.request.prompt) + self.request.max_tokens - len(self.tokens)
 
 
 class Engine:
@@ -69,6 +75,7 @@ class Engine:
         self._running: list[_Sequence] = []
         self._events: deque[Event] = deque()
         self._count = 0
+        self._under_way: tuple[list[_Sequence], Step] | None = None
         self.eager = self._why_eager(slots) if graphs else "graphs=False"
         context = min(pages * PAGE_SIZE, model.cfg.max_positions)
         self.captured = None if self.eager else Captured(model, self.state, slots, context, PAGE_SIZE)
@@ -158,20 +165,35 @@ class Engine:
         if not running:
             return []
         if self.captured is not None:
-            tokens = self.captured.step(
+            return self._replay(self.captured, running)
+        lengths = [1] * len(running)
+        batch = self._batch("decode", running, lengths)
+        partial, residual = self._forward(running, lengths, batch)
+        return self._pick(list(running), partial, residual, batch)
+
+    def _replay(self, captured: Captured, running: list[_Sequence]) -> list[Event]:
+        """One step by graph. The one after it begins before this one's ids are read, where its sequences are sure."""
+        if self._under_way is None:
+            step = captured.step(
                 [s.tokens[-1] for s in running],
                 [s.done for s in running],
                 [s.slot for s in running],
                 [s.pages for s in running],
                 [s.request.sampling for s in running],
             )
-            for sequence in running:
-                sequence.done += 1
-            return self._given(list(running), tokens)
-        lengths = [1] * len(running)
-        batch = self._batch("decode", running, lengths)
-        partial, residual = self._forward(running, lengths, batch)
-        return self._pick(list(running), partial, residual, batch)
+            self._under_way = (list(running), step)
+        sequences, step = self._under_way
+        self._under_way = None
+        # a stop token may still end one: then its row of the next step is for nothing
+        if sequences == running and all(s.more > 1 and s.request.sampling.temperature == 0 for s in running):
+            self._under_way = (sequences, captured.again(len(sequences)))
+        found = [(s, token) for s, token in zip(sequences, step.read(), strict=True) if not s.ended]
+        for sequence, _ in found:
+            sequence.done += 1
+        events = self._given([s for s, _ in found], [token for _, token in found])
+        if self._under_way is not None and all(s.ended for s in sequences):
+            self._under_way = None
+        return events
 
     def _batch(self, mode: str, sequences: list[_Sequence], lengths: list[int], back: int = 0) -> Batch:
         return make_batch(
@@ -212,12 +234,13 @@ class Engine:
                 continue
             sequence.tokens.append(token)
             events.append(Event(sequence.index, token))
-            if len(sequence.tokens) == len(request.prompt) + request.max_tokens:
+            if not sequence.more:
                 events.append(self._end(sequence, "length"))
         return events
 
     def _end(self, sequence: _Sequence, finish: str) -> Event:
         self._running.remove(sequence)
+        sequence.ended = True
         self._slots.append(sequence.slot)
         self._pages += sequence.pages
         return Event(sequence.index, None, finish)

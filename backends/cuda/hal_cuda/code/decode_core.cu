@@ -70,29 +70,29 @@ __device__ __forceinline__ void one_word(char* at, u32 word) {
     }
 }
 
-// A lane's part of one row. Each value is used once: it takes no place in L1.
+// A lane's part of one row. Plain on purpose: stores that take no place in L1, or leave L2 first, cost 5 %.
 __device__ __forceinline__ void read(u32 (&row)[WORDS], const char* at) {
     if constexpr (!ALIGNED)
         for (int i = 0; i < WORDS; i++) row[i] = one_word(at + 4 * i);
     else if constexpr (WORDS == 4)
-        asm volatile("ld.global.L1::no_allocate.v4.b32 {%0,%1,%2,%3}, [%4];"
+        asm volatile("ld.global.v4.b32 {%0,%1,%2,%3}, [%4];"
                      : "=r"(row[0]), "=r"(row[1]), "=r"(row[2]), "=r"(row[3]) : "l"(at));
     else if constexpr (WORDS == 2)
-        asm volatile("ld.global.L1::no_allocate.v2.b32 {%0,%1}, [%2];" : "=r"(row[0]), "=r"(row[1]) : "l"(at));
+        asm volatile("ld.global.v2.b32 {%0,%1}, [%2];" : "=r"(row[0]), "=r"(row[1]) : "l"(at));
     else
-        asm volatile("ld.global.L1::no_allocate.b32 %0, [%1];" : "=r"(row[0]) : "l"(at));
+        asm volatile("ld.global.b32 %0, [%1];" : "=r"(row[0]) : "l"(at));
 }
 
 __device__ __forceinline__ void write(char* at, const u32 (&row)[WORDS]) {
     if constexpr (!ALIGNED)
         for (int i = 0; i < WORDS; i++) one_word(at + 4 * i, row[i]);
     else if constexpr (WORDS == 4)
-        asm volatile("st.global.L1::no_allocate.v4.b32 [%0], {%1,%2,%3,%4};"
+        asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};"
                      :: "l"(at), "r"(row[0]), "r"(row[1]), "r"(row[2]), "r"(row[3]) : "memory");
     else if constexpr (WORDS == 2)
-        asm volatile("st.global.L1::no_allocate.v2.b32 [%0], {%1,%2};" :: "l"(at), "r"(row[0]), "r"(row[1]) : "memory");
+        asm volatile("st.global.v2.b32 [%0], {%1,%2};" :: "l"(at), "r"(row[0]), "r"(row[1]) : "memory");
     else
-        asm volatile("st.global.L1::no_allocate.b32 [%0], %1;" :: "l"(at), "r"(row[0]) : "memory");
+        asm volatile("st.global.b32 [%0], %1;" :: "l"(at), "r"(row[0]) : "memory");
 }
 
 __device__ __forceinline__ void unpack(float (&x)[EACH], const u32 (&row)[WORDS]) {
@@ -110,22 +110,30 @@ __device__ __forceinline__ void pack(u32 (&row)[WORDS], const float (&x)[EACH]) 
             asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(row[i]) : "f"(x[2 * i + 1]), "f"(x[2 * i]));
 }
 
-// Convolution and SiLU of a channel. Its four taps, and a ring of four cells, are a word of 64 bits each.
+// Convolution and SiLU of a channel. Its four taps, and a ring of four cells, are a word of 64 bits each. The
+// word is written whole: parts of a sector cost memory more, and the cells that others read stay what they are.
 __device__ __forceinline__ float conv(const Args& p, const u16* x, u16* ring, int channel, int context, bool keeps) {
+    constexpr bool WHOLE = RING == 4 && ALIGNED;
     const u64 taps = reinterpret_cast<const u64*>(p.taps)[channel];
     const u16 now = x[channel];
     ring += channel * RING;
     u64 cells = 0;
-    if (RING == 4 && ALIGNED && context > 0) cells = *reinterpret_cast<const u64*>(ring);
+    if (WHOLE && context > 0) cells = *reinterpret_cast<const u64*>(ring);
     float total = wide(now) * wide(u16(taps >> 48));
 #pragma unroll
     for (int back = 1; back < 4; back++) {
         if (context < back) continue;
         const int at = (context - back) % RING;
-        const u16 past = RING == 4 && ALIGNED ? u16(cells >> (at * 16)) : ring[at];
+        const u16 past = WHOLE ? u16(cells >> (at * 16)) : ring[at];
         total += wide(past) * wide(u16(taps >> ((3 - back) * 16)));
     }
-    if (keeps) ring[context % RING] = now;
+    if (keeps) {
+        const int at = context % RING;
+        if (WHOLE)
+            *reinterpret_cast<u64*>(ring) = (cells & ~(u64(0xffff) << (at * 16))) | u64(now) << (at * 16);
+        else
+            ring[at] = now;
+    }
     return silu(total);
 }
 

@@ -164,6 +164,8 @@ def decode_kernel(
     work_ptr += (row * HEADS + head) * (2 * VP)
 
     if BLOCKS == 1:
+        if DEPTH == 0:
+            ahead = (block(state_ptr, tile, mine, in_k, held, V, EVICT),)
         part, new = delta_step(ahead[0].to(tl.float32), q, k, v, decay, beta, product)
         mask = (mine < V)[:, None] & in_k & live
         tl.store(state_ptr + tile, new.to(state_ptr.dtype.element_ty), mask=mask, eviction_policy=EVICT)
