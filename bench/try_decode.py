@@ -15,8 +15,10 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +28,7 @@ import torch
 from hal_cuda.code.gated_delta import decode as cuda_decode
 from hal_torch.code.gated_delta import decode as torch_decode
 from hal_triton.code.gated_delta import decode as triton_decode
+from peers import delta_updates
 
 import hal
 from hal.batch import make_batch
@@ -177,30 +180,33 @@ class Bench:
         return ""
 
     def time(self, run: Any) -> float:
-        """Microseconds of one launch: what two more replays add, the least of five times."""
+        """Microseconds of one launch of a kernel of ours."""
+        steps = zip(self.inputs, self.batches, strict=True)
+        return replayed([partial(run, given, (self.ring, self.delta), batch) for given, batch in steps])
 
-        def work() -> None:
-            for given, batch in zip(self.inputs, self.batches, strict=True):
-                run(given, (self.ring, self.delta), batch)
 
-        work()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            work()
+def replayed(calls: list[Callable[[], Any]]) -> float:
+    """Microseconds of one call: what two more replays of a graph of all add, the least of five times."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
 
-        def replayed(times: int) -> float:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            for _ in range(times):
-                graph.replay()
-            end.record()
-            end.synchronize()
-            return begin.elapsed_time(end) * 1e3
+    def times(count: int) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(count):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e3
 
-        replayed(1)
-        one, three = (min(replayed(times) for _ in range(5)) for times in (1, 3))
-        return (three - one) / 2 / self.steps
+    times(1)
+    one, three = (min(times(count) for _ in range(5)) for count in (1, 3))
+    return (three - one) / 2 / len(calls)
 
 
 def compile_all(bench: Bench, wanted: list[Variant]) -> None:
@@ -243,6 +249,9 @@ def main() -> None:
                         torch.cuda.synchronize()
                         continue
                     table.append((taken, kernel, shown, wrong, settings))
+                updates = delta_updates(op, bench.inputs, bench.batches, bench.delta, bench.weights[1])
+                for name, calls in updates.items():
+                    table.append((replayed(calls), name, {}, "", {}))
                 least = floor(op, rows)
                 print(f"\n{key_heads}/{heads} {kind} batch {rows}: floor {least:.2f} us", flush=True)
                 table.sort(key=lambda line: -line[0])
@@ -252,7 +261,9 @@ def main() -> None:
                     results.append({"heads": [key_heads, heads], "state": kind, "rows": rows, "us": taken})
                     results[-1] |= {"floor_us": least, "kernel": kernel, "settings": shown, "wrong": wrong}
                 if (key_heads, heads) == HEADS[0] and table:
-                    best[rows * heads] = [(kernel, settings) for _, kernel, _, _, settings in reversed(table)]
+                    best[rows * heads] = [
+                        (kernel, settings) for _, kernel, _, _, settings in reversed(table) if settings
+                    ]
                 if where := os.environ.get("OUT"):
                     Path(where, "decode.json").write_text(json.dumps(results, indent=1))
                 del bench

@@ -110,31 +110,48 @@ __device__ __forceinline__ void pack(u32 (&row)[WORDS], const float (&x)[EACH]) 
             asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(row[i]) : "f"(x[2 * i + 1]), "f"(x[2 * i]));
 }
 
-// Convolution and SiLU of a channel. Its four taps, and a ring of four cells, are a word of 64 bits each. The
-// word is written whole: parts of a sector cost memory more, and the cells that others read stay what they are.
-__device__ __forceinline__ float conv(const Args& p, const u16* x, u16* ring, int channel, int context, bool keeps) {
-    constexpr bool WHOLE = RING == 4 && ALIGNED;
-    const u64 taps = reinterpret_cast<const u64*>(p.taps)[channel];
-    const u16 now = x[channel];
+// What the convolution of a channel reads. Its four taps, and a ring of four cells, are a word of 64 bits each.
+// All that a thread reads is asked for before it writes: a store would hold back the loads that follow it.
+constexpr bool WHOLE = RING == 4 && ALIGNED;
+
+struct Channel {
+    u64 taps, cells;
+    u16 now, past[3];
+};
+
+__device__ __forceinline__ Channel take(const Args& p, const u16* x, const u16* ring, int channel, int context) {
+    Channel c;
+    c.taps = reinterpret_cast<const u64*>(p.taps)[channel];
+    c.now = x[channel];
     ring += channel * RING;
-    u64 cells = 0;
-    if (WHOLE && context > 0) cells = *reinterpret_cast<const u64*>(ring);
-    float total = wide(now) * wide(u16(taps >> 48));
+    if (WHOLE) {
+        c.cells = *reinterpret_cast<const u64*>(ring);
+    } else {
+#pragma unroll
+        for (int back = 1; back < 4; back++) c.past[back - 1] = context >= back ? ring[(context - back) % RING] : 0;
+    }
+    return c;
+}
+
+// The convolution and SiLU. What lies before the sequence's start is none of its own.
+__device__ __forceinline__ float convolved(const Channel& c, int context) {
+    float total = wide(c.now) * wide(u16(c.taps >> 48));
 #pragma unroll
     for (int back = 1; back < 4; back++) {
-        if (context < back) continue;
-        const int at = (context - back) % RING;
-        const u16 past = WHOLE ? u16(cells >> (at * 16)) : ring[at];
-        total += wide(past) * wide(u16(taps >> ((3 - back) * 16)));
-    }
-    if (keeps) {
-        const int at = context % RING;
-        if (WHOLE)
-            *reinterpret_cast<u64*>(ring) = (cells & ~(u64(0xffff) << (at * 16))) | u64(now) << (at * 16);
-        else
-            ring[at] = now;
+        const u16 past = WHOLE ? u16(c.cells >> (((context - back) & 3) * 16)) : c.past[back - 1];
+        total += context >= back ? wide(past) * wide(u16(c.taps >> ((3 - back) * 16))) : 0.0f;
     }
     return silu(total);
+}
+
+// The word is written whole: parts of a sector cost memory more, and the cells that others read stay what they are.
+__device__ __forceinline__ void keep(u16* ring, const Channel& c, int channel, int context) {
+    ring += channel * RING;
+    const int at = context % RING;
+    if (WHOLE)
+        *reinterpret_cast<u64*>(ring) = (c.cells & ~(u64(0xffff) << (at * 16))) | u64(c.now) << (at * 16);
+    else
+        ring[at] = c.now;
 }
 
 // Sums across the warp of SUMS values at once: half of them is given away at each step while there are
@@ -214,25 +231,49 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_core(const 
     constexpr int GROUP = HEADS / KEY_HEADS;
     const int key = head / GROUP * K;
     const bool lead = head % GROUP == 0 && part == 0;
-    float square_q = 0, square_k = 0, product = 0;
+    constexpr int KEYS = (K + THREADS - 1) / THREADS, VALUES = (PART + THREADS - 1) / THREADS;  // channels of a thread
+    const int v_first = 2 * KEY_HEADS * K + head * V + first, k_first = KEY_HEADS * K + key;
+    Channel taken[2 * KEYS + VALUES];
+    float zs[VALUES], norms[VALUES];
 #pragma unroll
-    for (int c = tid; c < K; c += THREADS) {
-        const float q = conv(p, x, ring, key + c, context, lead), k = conv(p, x, ring, KEY_HEADS * K + key + c, context, lead);
-        qs[c] = q, ks[c] = k;
-        square_q += q * q, square_k += k * k, product += q * k;
-    }
-    float zs[(PART + THREADS - 1) / THREADS];
+    for (int i = 0, c = tid; i < KEYS; i++, c += THREADS)
+        if (c < K) {
+            taken[2 * i] = take(p, x, ring, key + c, context);
+            taken[2 * i + 1] = take(p, x, ring, k_first + c, context);
+        }
 #pragma unroll
-    for (int c = tid, i = 0; c < PART; c += THREADS, i++) {
-        zs[i] = wide(p.z[row * p.z_row + head * V + first + c]);
-        vs[c] = conv(p, x, ring, 2 * KEY_HEADS * K + head * V + first + c, context, true);
-    }
+    for (int i = 0, c = tid; i < VALUES; i++, c += THREADS)
+        if (c < PART) {
+            taken[2 * KEYS + i] = take(p, x, ring, v_first + c, context);
+            zs[i] = wide(p.z[row * p.z_row + head * V + first + c]);
+            norms[i] = wide(p.norm[first + c]);
+        }
     const float raised = wide(p.a[row * p.a_row + head]) + wide(p.dt_bias[head]);
     const float decay = expf(-expf(p.a_log[head]) * (raised > 20.0f ? raised : log1pf(expf(raised))));
     const float beta = 1.0f / (1.0f + expf(-wide(p.b[row * p.b_row + head])));
+    float square_q = 0, square_k = 0, product = 0;
+#pragma unroll
+    for (int i = 0, c = tid; i < KEYS; i++, c += THREADS)
+        if (c < K) {
+            const float q = convolved(taken[2 * i], context), k = convolved(taken[2 * i + 1], context);
+            qs[c] = q, ks[c] = k;
+            square_q += q * q, square_k += k * k, product += q * k;
+        }
+#pragma unroll
+    for (int i = 0, c = tid; i < VALUES; i++, c += THREADS)
+        if (c < PART) vs[c] = convolved(taken[2 * KEYS + i], context);
     square_q = across_warp(square_q), square_k = across_warp(square_k), product = across_warp(product);
     if (lane == 0) sums[warp][0] = square_q, sums[warp][1] = square_k, sums[warp][2] = product;
     __syncthreads();
+#pragma unroll
+    for (int i = 0, c = tid; i < KEYS; i++, c += THREADS)
+        if (c < K && lead) {
+            keep(ring, taken[2 * i], key + c, context);
+            keep(ring, taken[2 * i + 1], k_first + c, context);
+        }
+#pragma unroll
+    for (int i = 0, c = tid; i < VALUES; i++, c += THREADS)
+        if (c < PART) keep(ring, taken[2 * KEYS + i], v_first + c, context);
     square_q = square_k = product = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) square_q += sums[w][0], square_k += sums[w][1], product += sums[w][2];
@@ -306,6 +347,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_core(const 
     }
     const float unit = rsqrtf(square / V + p.eps);
 #pragma unroll
-    for (int c = tid, i = 0; c < PART; c += THREADS, i++)
-        put(p, place + c, os[c] * unit * wide(p.norm[first + c]) * silu(zs[i]));
+    for (int i = 0, c = tid; i < VALUES; i++, c += THREADS)
+        if (c < PART) put(p, place + c, os[c] * unit * norms[i] * silu(zs[i]));
 }

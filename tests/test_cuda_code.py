@@ -1,0 +1,112 @@
+"""CUDA C++ without a GPU: it compiles for every architecture that its kernels name, and is passed what it reads."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hal_cuda.code import nvrtc
+from hal_cuda.code.gated_delta import Args, decode
+from hal_cuda.gated_delta import ARCHS, DecodeCluster, DecodeWhole
+
+import hal
+from hal.formats import STATIC_FP8
+from hal.layout import VK, Ring
+from hal.ops import GatedDeltaDecode
+
+OP = GatedDeltaDecode(key_heads=2, value_heads=4, key_head_dim=128, value_head_dim=128)
+OPS = {
+    "float32": OP,
+    "bfloat16": replace(OP, state_dtype="bfloat16"),
+    "heads of 64": replace(OP, key_head_dim=64, value_head_dim=64),
+    "heads of 64 in bfloat16": replace(OP, key_head_dim=64, value_head_dim=64, state_dtype="bfloat16"),
+    "to fp8": replace(OP, out=STATIC_FP8),
+}
+needs_nvrtc = pytest.mark.skipif(
+    find_spec("cuda") is None or find_spec("cuda.bindings") is None, reason="cuda-bindings is not installed"
+)
+
+
+def defined(
+    op: GatedDeltaDecode, kernel: Any, device: str, ring: int, monkeypatch: pytest.MonkeyPatch
+) -> list[dict[str, int]]:
+    """What the kernel's code asks to be compiled for a site of this op, its state aligned and not."""
+    found: list[dict[str, int]] = []
+
+    class Asked:
+        def __init__(self, file: str, name: str, arch: str, defines: dict[str, int], **_: Any) -> None:
+            assert arch == hal.load_device(device).value("arch")
+            found.append(defines)
+
+        def __call__(self, blocks: int, arguments: Any) -> None:
+            pass
+
+    monkeypatch.setattr("hal_cuda.code.gated_delta.Function", Asked)
+    facts = hal.load_device(device)
+    weights = {
+        "conv_weight": torch.zeros(op.conv_dim, 4, dtype=torch.bfloat16),
+        "A_log": torch.zeros(op.value_heads),
+        "dt_bias": torch.zeros(op.value_heads, dtype=torch.bfloat16),
+        "norm": torch.zeros(op.value_head_dim, dtype=torch.bfloat16),
+    }
+    site = SimpleNamespace(
+        op=op, settings=kernel.settings(op, facts), layouts={"conv": Ring(ring), "delta": VK()},
+        scales={"out": torch.ones(1)}, weight=lambda name, layout=None: weights[name],
+        runtime=SimpleNamespace(device=facts),
+    )  # fmt: skip
+    run = decode(site)
+    kind = getattr(torch, op.state_dtype)
+    wide = torch.zeros(2 * (op.value_dim * op.key_head_dim + 1), dtype=kind)
+    odd = wide.as_strided((2, op.value_heads, op.value_head_dim, op.key_head_dim), (
+        op.value_dim * op.key_head_dim + 1, op.value_head_dim * op.key_head_dim, op.key_head_dim, 1,
+    ))  # fmt: skip
+    projected = tuple(
+        torch.zeros(1, w, dtype=torch.bfloat16) for w in (op.conv_dim, op.value_dim, op.value_heads, op.value_heads)
+    )
+    batch = hal.batch.make_batch("decode", [1], [3], [0])
+    run(projected, (torch.zeros(2, op.conv_dim, ring, dtype=torch.bfloat16), odd), batch)
+    assert [d["ALIGNED"] for d in found] == [1, 0]
+    return found
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("kernel", [DecodeWhole, DecodeCluster])
+@pytest.mark.parametrize("name", OPS)
+def test_the_decode_core_compiles(name: str, kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for ring in (4, 7):
+        for defines in defined(OPS[name], kernel(), "h200", ring, monkeypatch):
+            assert nvrtc.compiled("decode_core.cu", "sm_90", tuple(sorted(defines.items())))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_decode_core_compiles_for_every_architecture_that_is_claimed(
+    arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defines = defined(OP, DecodeCluster(), "h200", 4, monkeypatch)[0]
+    assert nvrtc.compiled("decode_core.cu", arch, tuple(sorted(defines.items())))
+
+
+@needs_nvrtc
+def test_what_does_not_compile_says_so() -> None:
+    with pytest.raises(hal.HalError, match=r"(?s)decode_core.cu for sm_90: NVRTC_ERROR_COMPILATION: .*KEY_HEADS"):
+        nvrtc.compiled("decode_core.cu", "sm_90", (("HEADS", 4),))
+
+
+def test_the_arguments_are_those_that_the_code_reads_in_its_order() -> None:
+    source = (nvrtc.HERE / "decode_core.cu").read_text()
+    body = re.search(r"struct Args \{(.*?)\};", source, re.DOTALL)
+    assert body
+    read: list[tuple[str, int]] = []
+    for line in body[1].split(";"):
+        kind, *names = re.findall(r"\*?\s*\w+", line.replace("const", "").strip()) or [""]
+        for name in names:
+            pointer = "*" in name or "*" in line
+            read.append((name.strip("* "), 8 if pointer or kind.strip() == "i64" else 4))
+    given = [(name, getattr(Args, name).size) for name, _ in Args._fields_]
+    assert given == read
