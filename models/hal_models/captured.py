@@ -32,7 +32,7 @@ class Step:
         # the next step writes the tokens of this one
         self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         self._tokens.copy_(tokens, non_blocking=True)
-        self._event = torch.cuda.Event()
+        self._event = torch.Event(tokens.device)
         self._event.record()
 
     def read(self) -> list[int]:
