@@ -1,14 +1,16 @@
-"""Products with few rows on this device: cuBLAS beside variants of the portable kernels.
+"""Products with few rows on this device: cuBLAS beside the portable kernels and variants of those in CUDA C++.
 
-``PYTHONPATH=.:backends/torch:backends/triton python bench/try_linear.py``; prints per shape and rows the
-microseconds over bytes / 4.22 TB/s, writes ``$OUT/linear.json``. Graphs replay over rotating weights
-of at least 200 MB. PDL is a chain of launches in a graph.
+``PYTHONPATH=.:backends/torch:backends/triton:backends/cuda python bench/try_linear.py [seconds] [rows ...]``;
+prints per shape and rows the microseconds over bytes / 4.22 TB/s, writes ``$OUT/linear.json``. A graph of
+launches that overlap where they can (PDL) replays over rotating weights of at least 200 MB. ``mlp`` is the
+product of gate and up with SiLU; cuBLAS's is timed without that.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,106 +18,52 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hal_triton.code.linear import few_kernel, one_kernel, product_few, product_one, sum_kernel
-from hal_triton.needs import cdiv, next_power_of_2
+from hal_cuda.code.few_rows import Product, width
+from hal_triton.code.linear import product_few, product_one
+from hal_triton.linear import few_settings, one_settings
+
+import hal
 
 SHAPES = (
-    (12352, 2560), (2560, 4096), (18432, 2560), (2560, 9216), (10240, 2560), (8240, 5120), (1028, 1024), (248320, 2560),
+    ("in_proj", 12352, 2560), ("out", 2560, 4096), ("mlp", 18432, 2560), ("down", 2560, 9216),
+    ("qkv", 10240, 2560), ("head", 248320, 2560),
 )  # fmt: skip
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+ROWS = (1, 8, 16, 32, 64, 128)
 CEILING = 4.22e12  # bytes per second, as the issue counts
 ROTATED = 200e6
-SECONDS = 220.0  # no new shape after this
+DEVICE = hal.load_device("h200")
+SECONDS = float(sys.argv[1]) if len(sys.argv) > 1 else 200.0
 START = time.perf_counter()
 Settings = dict[str, Any]
-Variant = tuple[str, Settings]
+SHARED = 227 * 1024
 
 
-def one_variants(k: int) -> list[Variant]:
-    """gemm_one: as many warps side by side as divide K; blocks and depths around the default."""
-    warps = next((w for w in (4, 2, 1) if k % (256 * w) == 0), 4)
-    tries = ((8, 1, warps), (4, 1, warps), (4, 2, warps), (16, 1, warps), (2, 2, warps))
-    return [("one", {"BLOCK_N": n, "BLOCK_K": 256 * w, "DEPTH": d, "PDL": False, "num_warps": w}) for n, d, w in tries]
-
-
-def few_variants(rows: int, n: int) -> list[Variant]:
-    """gemm_few and gemm_some: (BLOCK_N, BLOCK_K, SPLIT, DEPTH, warps, stages)."""
-    tries: tuple[tuple[int, ...], ...]
-    if rows <= 16:
-        tries = (
-            (32, 256, 1, 0, 4, 4), (16, 256, 1, 0, 4, 4), (32, 128, 1, 0, 4, 6), (64, 128, 1, 0, 4, 5),
-            (16, 256, 1, 2, 4, 1), (32, 256, 1, 1, 4, 1), (64, 128, 1, 2, 4, 1), (16, 512, 1, 0, 4, 3),
-        )  # fmt: skip
-        splits: tuple[tuple[int, ...], ...] = ((16, 256, 3, 0, 4, 4), (32, 256, 3, 0, 4, 4), (32, 256, 5, 1, 4, 1))
-    else:
-        tries = ((64, 64, 1, 0, 4, 6), (64, 128, 1, 0, 4, 3), (128, 64, 1, 0, 4, 4), (32, 128, 1, 0, 4, 3))
-        splits = ((64, 64, 3, 0, 4, 5), (64, 128, 5, 0, 4, 3))
-    names = ("BLOCK_N", "BLOCK_K", "SPLIT", "DEPTH", "num_warps", "num_stages")
-    wanted = tries + (splits if n < 6000 else ())
-    return [("few", dict(zip(names, t, strict=True)) | {"PDL": False}) for t in wanted]
-
-
-def variants(rows: int, n: int, k: int) -> list[Variant]:
-    """What is tried for so many rows."""
-    return (one_variants(k) if rows <= 8 else []) + few_variants(rows, n)
-
-
-def short(variant: Variant) -> str:
-    """``few 32x256 split 1 depth 0 warps 4 stages 4``."""
-    s = variant[1]
-    tail = f" split {s['SPLIT']} stages {s['num_stages']}" if "SPLIT" in s else ""
-    pdl = " pdl" if s["PDL"] else ""
-    return f"{variant[0]} {s['BLOCK_N']}x{s['BLOCK_K']} depth {s['DEPTH']} warps {s['num_warps']}{tail}{pdl}"
-
-
-def launch(variant: Variant, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """``x [rows, K]``, ``weight [N, K]`` to ``out [rows, N]``."""
-    (product_one if variant[0] == "one" else product_few)(x, weight, out, **variant[1])
-
-
-def prepare(variant: Variant, rows: int, n: int, k: int) -> None:
-    """Compile only; equal kernels of different rows meet in Triton's cache."""
-    kind, s = variant[0], dict(variant[1])
-    options: Settings = {"launch_pdl": True} if s["PDL"] else {}
-    bf16, fixed = torch.bfloat16, {"N": n, "K": k, "enable_fp_fusion": True}
-    if kind == "one":
-        width = next_power_of_2(rows)
-        one_kernel.warmup(bf16, bf16, bf16, k, rows, ROWS=width, grid=(1,), **s, **fixed, **options)
-        return
-    out = bf16 if s["SPLIT"] == 1 else torch.float32
-    block = max(16, next_power_of_2(rows))
-    few_kernel.warmup(bf16, bf16, out, k, rows, BLOCK_M=block, grid=(1,), **s, **fixed, **options)
-    if s["SPLIT"] > 1:
-        split = {"SPLIT": s["SPLIT"], "BLOCK": 256, "PDL": s["PDL"]}
-        sum_kernel.warmup(torch.float32, bf16, rows * n, grid=(1,), num_warps=2, **split, **options)
-
-
-def prepare_all(n: int, k: int) -> str:
-    """Compile all variants of a shape in threads; says what did not compile."""
-    wanted = {}
-    for rows in ROWS:
-        for v in variants(rows, n, k):
-            width = next_power_of_2(rows) if v[0] == "one" else max(16, rows)
-            wanted[short(v), width] = (v, rows)
-    failed = []
-
-    def work(item: tuple[Variant, int]) -> None:
-        try:
-            prepare(item[0], item[1], n, k)
-        except Exception as error:  # noqa: BLE001 - a variant that does not compile is a result
-            failed.append(f"{short(item[0])} rows {item[1]}: {error!r:.120}")
-
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(work, wanted.values()))
-    return f"{len(wanted)} variants" + "".join(f"\n  failed: {line}" for line in failed)
+def variants(name: str, rows: int, n: int, k: int) -> list[Settings]:
+    """Launches worth trying: GROUPS, SPLIT, STAGES, BOXES."""
+    one, chunks = width(rows)
+    held = one * chunks
+    small = n < 6000
+    found = []
+    for groups in (1, 2) if held < 128 else (2, 4):
+        for split in (1,) if name in ("mlp", "head") else (2, 4, 8) if small else (1, 2):
+            for stages, boxes in ((4, 1), (6, 1), (8, 1), (3, 2), (4, 2)):
+                size = stages * boxes * (64 * groups + held) * 128 + 1024
+                steps = -(-k // (64 * boxes))
+                each = -(-steps // split)
+                if size > SHARED or each * (split - 1) >= steps or (split > 1 and stages > each + 2):
+                    continue
+                if held * ((32 if name == "mlp" else 64) * groups + 4) * 4 > size - 1024:
+                    continue
+                found.append({"GROUPS": groups, "SPLIT": split, "STAGES": stages, "BOXES": boxes, "BLOCKS": 1})
+    return found
 
 
 def timed(call: Callable[[int], object], copies: int) -> float:
-    """Microseconds a call, least of five replays of a graph of ten or more calls."""
+    """Microseconds a call, least of six replays of a graph of a dozen calls or more."""
     for i in range(2):
         call(i % copies)
     torch.cuda.synchronize()
-    count = cdiv(max(12, copies), copies) * copies
+    count = -(-max(16, copies) // copies) * copies
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for i in range(count):
@@ -131,98 +79,113 @@ def timed(call: Callable[[int], object], copies: int) -> float:
     return best
 
 
-def error(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> float:
-    """Largest difference from float64, as a share of the largest value, on 64 columns spread over N."""
-    columns = torch.linspace(0, weight.shape[0] - 1, 64, device=x.device).long()
-    real = x.double() @ weight[columns].double().T
-    return float((got[:, columns].double() - real).abs().max() / real.abs().max())
+def real(x: torch.Tensor, weight: torch.Tensor, gated: bool, columns: torch.Tensor) -> torch.Tensor:
+    """Some columns of the product in float64."""
+
+    def some(part: torch.Tensor) -> torch.Tensor:
+        return x.double() @ part[columns].double().T
+
+    if not gated:
+        return some(weight)
+    gate, up = weight.chunk(2)
+    return torch.nn.functional.silu(some(gate)) * some(up)
 
 
-def invariant(variant: Variant, x: torch.Tensor, weight: torch.Tensor, least: int, most: int) -> bool:
-    """Whether a row has the same bits whatever the number of rows."""
-    found = []
-    for rows in range(least, most + 1):
-        out = torch.empty(rows, weight.shape[0], dtype=x.dtype, device=x.device)
-        launch(variant, x[:rows], weight, out)
-        found.append(out[0])
-    return all(torch.equal(found[0], other) for other in found)
+class Shape:
+    """Weights and inputs of one shape."""
+
+    def __init__(self, name: str, n: int, k: int) -> None:
+        self.name, self.n, self.k, self.gated = name, n, k, name == "mlp"
+        self.outputs = n // 2 if self.gated else n
+        self.copies = max(1, -(-int(ROTATED) // (n * k * 2)))
+        self.weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * k**-0.5 for _ in range(self.copies)]
+        self.x = torch.randn(128, k, device="cuda", dtype=torch.bfloat16)
+        self.columns = torch.cat([torch.arange(64), torch.linspace(0, self.outputs - 1, 129).long()]).cuda()
+
+    def check(self, products: Callable[[int, torch.Tensor, torch.Tensor], object], rows: int, gated: bool) -> float:
+        """Largest difference as a share of the largest value; infinite where a byte was not written."""
+        x, n = self.x[:rows], self.outputs if gated or not self.gated else self.n
+        wide = torch.full((rows + 2, n), float("nan"), device="cuda", dtype=torch.bfloat16)
+        out = wide[1 : rows + 1]
+        products(0, x, out)
+        want = real(x, self.weights[0], gated, self.columns)
+        torch.cuda.synchronize()
+        if not out.isfinite().all() or not wide[0].isnan().all() or not wide[-1].isnan().all():
+            return float("inf")
+        return float((out[:, self.columns].double() - want).abs().max() / want.abs().max())
 
 
-def measure(variant: Variant, x: torch.Tensor, weights: list[torch.Tensor], floor: float) -> Settings:
-    """Time over the floor and error of one variant."""
-    rows, n = x.shape[0], weights[0].shape[0]
-    outs = [torch.full((rows, n), float("nan"), dtype=x.dtype, device=x.device) for _ in range(2)]
-    try:
-        launch(variant, x, weights[0], outs[0])
-        off = error(outs[0], x, weights[0])
-        over = timed(lambda i: launch(variant, x, weights[i], outs[i % 2]), len(weights)) - floor
-    except Exception as raised:  # noqa: BLE001 - a variant that does not run is a result
-        return {"variant": short(variant), "settings": variant[1], "failed": f"{raised!r:.200}"}
-    return {"variant": short(variant), "settings": variant[1], "over_us": round(over, 2), "error": off}
+def measure(shape: Shape, rows: int) -> dict[str, Any]:
+    x, k = shape.x[:rows], shape.k
+    floor = (shape.n * k + rows * (shape.outputs + k)) * 2 / CEILING * 1e6
+    found: list[dict[str, Any]] = []
+
+    def note(name: str, settings: Settings, call: Callable[..., object], gated: bool) -> None:
+        outs = [torch.empty(rows, shape.outputs if gated or not shape.gated else shape.n, device="cuda",
+                            dtype=torch.bfloat16) for _ in range(2)]  # fmt: skip
+        try:
+            off = shape.check(call, rows, gated)
+            over = timed(lambda i: call(i, x, outs[i % 2]), shape.copies) - floor
+        except Exception as raised:  # noqa: BLE001 - a variant that does not run is a result
+            found.append({"kernel": name, "settings": settings, "over_us": 1e9, "wrong": f"{raised!r:.200}"})
+            return
+        wrong = "" if off < 2**-7 else f"off by {off:.3g}"
+        found.append({"kernel": name, "settings": settings, "over_us": round(over, 2), "wrong": wrong})
+
+    note("cublas", {}, lambda i, x, out: torch.mm(x, shape.weights[i].T, out=out), False)
+    size = (shape.n, k, DEVICE)
+    if rows <= 2:
+        one = one_settings(*size)
+        note("triton one", dict(one), lambda i, x, out: product_one(x, shape.weights[i], out, one), False)
+    elif rows <= 16:
+        few = few_settings(*size)
+        note("triton few", dict(few), lambda i, x, out: product_few(x, shape.weights[i], out, few), False)
+    one, chunks = width(rows)
+    for tiles in variants(shape.name, rows, shape.n, k):
+        made = [Product(w, {str(one * chunks): tiles, "PDL": True}, "sm_90", shape.gated) for w in shape.weights]
+        note("cuda", tiles, lambda i, x, out, made=made: made[i](x, out), shape.gated)
+    found.sort(key=lambda f: f["over_us"])
+    return {"shape": shape.name, "N": shape.n, "K": k, "rows": rows, "floor_us": floor, "variants": found}
 
 
-def shape(n: int, k: int) -> list[Settings]:
-    """All rows of one shape."""
-    begun = time.perf_counter()
-    said = prepare_all(n, k)
-    print(f"\n{n} x {k}: {n * k * 2 / 1e6:.1f} MB, compiled {said} in {time.perf_counter() - begun:.0f} s", flush=True)
-    copies = max(1, cdiv(int(ROTATED), n * k * 2))
-    weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * k**-0.5 for _ in range(copies)]
-    whole = torch.randn(128, k, device="cuda", dtype=torch.bfloat16)
-    rows_found = []
-    for rows in ROWS:
-        x = whole[:rows]
-        floor = (n * k + rows * (n + k)) * 2 / CEILING * 1e6
-        cublas = timed(lambda i, x=x: torch.nn.functional.linear(x, weights[i]), copies) - floor  # type: ignore[misc]
-        tried = variants(rows, n, k)
-        found = [measure(v, x, weights, floor) for v in tried]
-        ran = sorted((i for i, f in enumerate(found) if "over_us" in f), key=lambda i: found[i]["over_us"])
-        # the best with PDL, and the best whose weights are under way before the wait
-        deep = [i for i in ran if tried[i][1]["DEPTH"]]
-        overlapped = [
-            measure((tried[i][0], tried[i][1] | {"PDL": True}), x, weights, floor)
-            for i in dict.fromkeys([*ran[:2], *deep[:2]])
-        ]
-        overlapped.sort(key=lambda f: f.get("over_us", float("inf")))
-        wrong = [f["variant"] for f in (*found, *overlapped) if not f.get("error", 1.0) < 2**-7]
-        print(f"M {rows:3} floor {floor:7.2f}  cuBLAS +{cublas:.2f}", flush=True)
-        for f in [found[i] for i in ran[:3]] + overlapped[:2]:
-            print(f"      +{f.get('over_us', f.get('failed'))}  {f['variant']}")
-        if wrong:
-            print(f"      wrong or failed: {wrong}")
-        rows_found.append(
-            {"N": n, "K": k, "rows": rows, "floor_us": floor, "cublas_over_us": round(cublas, 2),
-             "variants": found, "pdl": overlapped}
-        )  # fmt: skip
-        write(rows_found, f"{n}x{k}")
-        if rows in (4, 16) and ran:
-            kind, least = ("one", 1) if rows == 4 else ("few", 5)
-            best = next((tried[i] for i in ran if tried[i][0] == kind), None)
-            if best:
-                same = invariant(best, whole, weights[0], least, rows)
-                print(f"      the same bits for a row at {least}..{rows} rows: {same} ({short(best)})")
-    return rows_found
+def compile_all(shape: Shape, rows: list[int]) -> None:
+    """All variants of a shape, in threads."""
 
+    def work(item: tuple[int, Settings]) -> None:
+        one, chunks = width(item[0])
+        settings = {str(one * chunks): item[1], "PDL": True}
+        Product(shape.weights[0], settings, "sm_90", shape.gated).compile(item[0])
 
-RESULTS: dict[str, list[Settings]] = {}
-
-
-def write(found: list[Settings], name: str) -> None:
-    """``$OUT/linear.json``, after each measurement."""
-    RESULTS[name] = found
-    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
-    Path(os.environ.get("OUT", "."), "linear.json").write_text(
-        json.dumps({"about": about, "shapes": RESULTS}, indent=1)
-    )
+    wanted = [(r, v) for r in rows for v in variants(shape.name, r, shape.n, shape.k)]
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(work, wanted))
 
 
 def main() -> None:
     torch.manual_seed(0)
-    for n, k in SHAPES:
+    rows = [int(r) for r in sys.argv[2:]] or list(ROWS)
+    results = []
+    for shape_ in SHAPES:
         if time.perf_counter() - START > SECONDS:
-            print(f"{n} x {k}: no time left")
+            print(f"{shape_}: no time left")
             continue
-        shape(n, k)
+        shape = Shape(*shape_)
+        begun = time.perf_counter()
+        compile_all(shape, rows)
+        print(f"\n{shape_}, compiled in {time.perf_counter() - begun:.0f} s", flush=True)
+        for r in rows:
+            result = measure(shape, r)
+            results.append(result)
+            print(f"M {r:3} floor {result['floor_us']:7.2f}", flush=True)
+            tried = result["variants"]
+            for v in [*tried[:5], *[t for t in tried[5:] if t["kernel"] != "cuda" or t["wrong"]][:4]]:
+                words = " ".join(f"{a}={b}" for a, b in v["settings"].items()) if v["kernel"] == "cuda" else ""
+                print(f"      +{v['over_us']}  {v['kernel']} {words} {v['wrong']}", flush=True)
+            about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
+            Path(os.environ.get("OUT", "."), "linear.json").write_text(
+                json.dumps({"about": about, "shapes": results}, indent=1)
+            )
+        del shape
         torch.cuda.empty_cache()
     print(f"\n{time.perf_counter() - START:.0f} s")
 
