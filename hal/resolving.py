@@ -306,13 +306,15 @@ class Resolver:
         return Reason("software" if software else "op", f"needs a kernel for its part {name} ({op.title()}); {listed}")
 
     def _key(self, kernel: Kernel[Any], op: AnyOp, piece: Piece, ask: _Ask) -> Key:
-        """Least wins: forced, preferred, tier, format of the input, launches, name."""
+        """Least wins: forced, preferred, tier, own tier, format of the input, launches, name."""
         preferred = ask.rules.preferred(op.title())
         takes = kernel.takes(op)
         return (
             not _runs(piece, op, self._forced(op, ask)),
             preferred.index(kernel.name) if kernel.name in preferred else len(preferred),
             TIERS.index(piece.tier),
+            # a composed kernel does nothing itself
+            len(TIERS) if kernel.tier == "composed" else TIERS.index(kernel.tier),
             takes.index(op.x) if ask.fed and hasattr(op, "x") else 0,
             piece.launches,
             kernel.name,

@@ -114,12 +114,12 @@ def test_a_kernel_is_not_given_its_second_format_where_it_can_have_its_first() -
 def test_a_part_that_is_fed_fixes_the_format_inside_a_composed_kernel() -> None:
     narrow = fake(Gemm, "narrow", tier="fused", takes=lambda self, op: (STATIC_FP8,))
     rt = runtime("cpu", narrow, load=False)
-    parts = rt.bind(GatedMLP(hidden=8, intermediate=8), "mlp").choice.pieces[0].parts
-    assert [parts[n].pieces[0].kernel.name for n in ("gate_up", "act", "down")] == [
-        "torch.gemm",
-        "composed.then_quantize",
-        "narrow",
-    ]
+    choices = dict(rt.bind(GatedMLP(hidden=8, intermediate=8), "mlp").choice.walk())
+    assert {n: choices[n].pieces[0].kernel.name for n in ("gate_up.gemm", "gate_up.act", "down")} == {
+        "gate_up.gemm": "torch.gemm",
+        "gate_up.act": "composed.then_quantize",
+        "down": "narrow",
+    }
 
 
 def test_an_op_that_nothing_feeds_is_an_error_at_seal() -> None:

@@ -54,7 +54,7 @@ def test_it_answers_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None
     assert "InProj" in hal("ops")
     answer = json.loads(hal("explain", "InProj", "--device", "h200", "--model", "qwen3.5-27b", "--tp", "8", "--json"))
     assert answer["schema"] == "hal.explain/1"
-    assert answer["pieces"][0]["chosen"].startswith("torch.")
+    assert answer["pieces"][0]["chosen"].startswith("triton.")
     assert "GatedDeltaDecode" in hal("plan", "qwen3.5-397b-a17b", "--device", "mi300x")
     profile = tmp_path / "mine.json"
     profile.write_text(hal("dump", "--json"))

@@ -51,12 +51,22 @@ def norm_linear(site: Site) -> Call:
     return run
 
 
-def gated_mlp(site: Site) -> Call:
-    norm, gate_up, act, down = (site.parts[name] for name in ("norm", "gate_up", "act", "down"))
+def norm_gate_up(site: Site) -> Call:
+    norm, gemm, act = site.parts["norm"], site.parts["gemm"], site.parts["act"]
 
     def run(partial: Any, residual: Any) -> Any:
         x, residual = norm(partial, residual)
-        return down(act(gate_up(x))), residual
+        return act(gemm(x)), residual
+
+    return run
+
+
+def gated_mlp(site: Site) -> Call:
+    gate_up, down = site.parts["gate_up"], site.parts["down"]
+
+    def run(partial: Any, residual: Any) -> Any:
+        x, residual = gate_up(partial, residual)
+        return down(x), residual
 
     return run
 

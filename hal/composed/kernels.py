@@ -25,6 +25,7 @@ from hal.ops import (
     GatedRMSNorm,
     Gemm,
     Head,
+    NormGateUp,
     NormLinear,
     Quantize,
     RMSNorm,
@@ -45,7 +46,7 @@ class Composed(Kernel[Any]):
         return EXACT  # it adds nothing to its parts
 
 
-MAKERS = (RMSNorm, AddRMSNorm, GatedRMSNorm, SiluMul, GatedDeltaPrefill, GatedDeltaDecode)
+MAKERS = (RMSNorm, AddRMSNorm, GatedRMSNorm, SiluMul, NormGateUp, GatedDeltaPrefill, GatedDeltaDecode)
 
 
 @kernel(
@@ -132,16 +133,29 @@ class ComposedNormLinear(Composed, Kernel[NormLinear]):
         return {"norm": norm_part(op), "gemm": _gemm(op, op.width, op.hidden)}
 
 
-@kernel("composed.gated_mlp", code=f"{CODE}:gated_mlp")
-class ComposedGatedMLP(Composed, Kernel[GatedMLP]):
-    """AddRMSNorm, Gemm, SiluMul, Gemm."""
+@kernel("composed.norm_gate_up", code=f"{CODE}:norm_gate_up")
+class ComposedNormGateUp(Composed, Kernel[NormGateUp]):
+    """AddRMSNorm, Gemm, SiluMul."""
 
-    def parts(self, op: GatedMLP) -> Mapping[str, Part]:
-        act = SiluMul(columns=op.intermediate, dtype=op.dtype, out=Tensor(op.dtype))
+    def makes(self, op: NormGateUp) -> tuple[Format, ...]:
+        return (op.out,)
+
+    def parts(self, op: NormGateUp) -> Mapping[str, Part]:
         return {
             "norm": norm_part(op),
-            "gate_up": _gemm(op, 2 * op.intermediate, op.hidden, "gate_up"),
-            "act": Part(act, feeds="down"),
+            "gemm": _gemm(op, 2 * op.intermediate, op.hidden, "gate_up"),
+            "act": Part(SiluMul(columns=op.intermediate, dtype=op.dtype, out=op.out)),
+        }
+
+
+@kernel("composed.gated_mlp", code=f"{CODE}:gated_mlp")
+class ComposedGatedMLP(Composed, Kernel[GatedMLP]):
+    """NormGateUp, Gemm."""
+
+    def parts(self, op: GatedMLP) -> Mapping[str, Part]:
+        sizes = {name: getattr(op, name) for name in ("hidden", "intermediate", "dtype", "eps", "world")}
+        return {
+            "gate_up": Part(NormGateUp(**sizes, out=Tensor(op.dtype)), feeds="down"),
             "down": _gemm(op, op.hidden, op.intermediate, "down"),
         }
 

@@ -8,7 +8,7 @@ from hal.errors import UnknownName
 from hal.ops.attention import AttentionDecode, AttentionPrefill, QKNormRope
 from hal.ops.base import Op
 from hal.ops.ends import Embed, Head, Sample
-from hal.ops.feed_forward import GatedMLP, MoE, SiluMul
+from hal.ops.feed_forward import GatedMLP, MoE, NormGateUp, SiluMul
 from hal.ops.gated_delta import (
     CausalConv,
     GatedDeltaDecode,
@@ -25,8 +25,8 @@ COARSE: tuple[type[Op[..., Any]], ...] = (
     QKNormRope, AttentionPrefill, AttentionDecode, GatedMLP, MoE, Head, Sample,
 )  # fmt: skip
 FINE: tuple[type[Op[..., Any]], ...] = (
-    AllReduce, AllGather, RMSNorm, AddRMSNorm, Quantize, Gemm, SiluMul, CausalConv, GatedDeltaUpdate,
-    GatedRMSNorm, Copy,
+    AllReduce, AllGather, RMSNorm, AddRMSNorm, Quantize, Gemm, NormGateUp, SiluMul, CausalConv,
+    GatedDeltaUpdate, GatedRMSNorm, Copy,
 )  # fmt: skip
 OPS: dict[str, type[Op[..., Any]]] = {op.title(): op for op in (*COARSE, *FINE)}
 
@@ -61,6 +61,7 @@ __all__ = [
     "InProj",
     "Linear",
     "MoE",
+    "NormGateUp",
     "NormLinear",
     "OPS",
     "Projection",

@@ -33,6 +33,21 @@ class _FeedForward(Op[["torch.Tensor", "torch.Tensor"], "tuple[torch.Tensor, tor
     def _norm(self) -> Param:
         return Param("norm", (self.hidden,), self.dtype, "norm", init=(0.0, 0.1))
 
+    def _gate_up(self) -> tuple[Param, ...]:
+        wide, init = (self.intermediate, self.hidden), (0.0, self.hidden**-0.5)
+        return (
+            self._norm(),
+            Param("gate", wide, self.dtype, "gate_up", 0, init=init),
+            Param("up", wide, self.dtype, "gate_up", 0, init=init),
+        )
+
+    def _gated(self, problem: Problem) -> Outcome:
+        """(silu(gate(x)) * up(x), residual)."""
+        p = problem.params
+        residual = problem.args["residual"] + problem.args["partial"]
+        x = rms_norm(residual, p["norm"], self.eps, 1.0)
+        return (silu(x @ p["gate"].T) * (x @ p["up"].T), residual), {}
+
 
 @dataclass(frozen=True, kw_only=True)
 class GatedMLP(_FeedForward):
@@ -42,24 +57,54 @@ class GatedMLP(_FeedForward):
     """
 
     def params(self) -> tuple[Param, ...]:
-        wide, init = (self.intermediate, self.hidden), (0.0, self.hidden**-0.5)
-        return (
-            self._norm(),
-            Param("gate", wide, self.dtype, "gate_up", 0, init=init),
-            Param("up", wide, self.dtype, "gate_up", 0, init=init),
-            Param("down", wide[::-1], self.dtype, "down", 1, init=(0.0, self.intermediate**-0.5)),
-        )
+        narrow, init = (self.hidden, self.intermediate), (0.0, self.intermediate**-0.5)
+        return (*self._gate_up(), Param("down", narrow, self.dtype, "down", 1, init=init))
 
     def reference(self, problem: Problem) -> Outcome:
-        p = problem.params
-        residual = problem.args["residual"] + problem.args["partial"]
-        x = rms_norm(residual, p["norm"], self.eps, 1.0)
-        return ((silu(x @ p["gate"].T) * (x @ p["up"].T)) @ p["down"].T, residual), {}
+        (value, residual), _ = self._gated(problem)
+        return (value @ problem.params["down"].T, residual), {}
 
     @classmethod
     def cases(cls) -> Sequence[Case]:
         op = cls(hidden=64, intermediate=48)
         return [Case("one row", op, (1,)), Case("rows", op, (17,)), Case("no rows", op, (0,))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormGateUp(_FeedForward):
+    """The first half of GatedMLP: ``silu(gate(x)) * up(x)`` of the normed residual; gives (value, residual)."""
+
+    out: Format = BF16
+    coarse: ClassVar[bool] = False
+
+    def signature(self) -> Signature:
+        form, shape = Tensor(self.dtype), ("rows", self.hidden)
+        args = (Arg("partial", shape, form), Arg("residual", shape, form))
+        return Signature(args, (Arg("value", ("rows", self.intermediate), self.out), args[1]))
+
+    def params(self) -> tuple[Param, ...]:
+        return self._gate_up()
+
+    def reference(self, problem: Problem) -> Outcome:
+        return self._gated(problem)
+
+    @classmethod
+    def cases(cls) -> Sequence[Case]:
+        op = cls(hidden=64, intermediate=48)
+        odd = cls(hidden=72, intermediate=40)
+        return [
+            Case("one row", op, (1,)),
+            Case("two rows", odd, (2,)),
+            Case("few rows", odd, (7,)),
+            Case("rows", op, (17,)),
+            Case("many rows", odd, (80,)),
+            Case("no rows", op, (0,)),
+            Case("to fp8", replace(op, out=STATIC_FP8), (5,)),
+            Case("large residual", op, (3,), variant="large residual"),
+        ]
+
+    def adjust(self, variant: str, problem: Problem) -> None:
+        problem.args["residual"].mul_(100.0)
 
 
 @dataclass(frozen=True, kw_only=True)

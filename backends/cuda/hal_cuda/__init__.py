@@ -4,7 +4,7 @@ from hal.backend import Backend
 
 backend = Backend(
     "cuda",
-    declarations=("hal_cuda.linear", "hal_cuda.gated_delta"),
+    declarations=("hal_cuda.linear", "hal_cuda.few_rows", "hal_cuda.gated_delta"),
     probe="hal_cuda.probe:probe",
     capture="hal_triton.graphs:capture",
     place="cuda:0",

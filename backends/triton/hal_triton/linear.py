@@ -11,7 +11,7 @@ from hal.kernel import Kernel, Part, Rows, Tier, kernel
 from hal.layout import Layout, Packed
 from hal.numerics import Class, Numerics
 from hal.opening import norm_part, one_format
-from hal.ops import Gemm, InProj, Linear
+from hal.ops import Gemm, InProj, Linear, NormGateUp, NormLinear
 from hal.requirement import Reason
 from hal_triton.needs import TRITON, cdiv, next_power_of_2, overlaps
 
@@ -102,34 +102,69 @@ class GemmFew(_Few):
         return few_settings(op.rows, op.columns, device)
 
 
-class _InProj(Kernel[InProj]):
+class _Opening(Kernel[Any]):
+    """A layer's opening: its weights in one format, packed."""
+
     tier: ClassVar[Tier] = "portable"
     needs = TRITON
-    layouts: ClassVar[Mapping[str, tuple[Layout, ...]]] = {"weight": (Packed(),)}
 
-    def refuses(self, op: InProj, device: Device) -> Reason | None:
+    def refuses(self, op: Any, device: Device) -> Reason | None:
         if op.dtype not in DTYPES:
             return Reason("op", f"needs {' or '.join(DTYPES)}; dtype is {op.dtype}")
-        return one_format(op)
+        return one_format(op) if hasattr(op, "parts") else None
 
-    def parts(self, op: InProj) -> Mapping[str, Part]:
+    def parts(self, op: Any) -> Mapping[str, Part]:
         return {"norm": norm_part(op)}
 
 
-@kernel("triton.in_proj_one", code=f"{CODE}:in_proj_one")
-class InProjOne(_InProj, Kernel[InProj]):
-    """The norm, then the product of `gemm_one` over the rows of all parts, wherever they lie packed."""
+class _OpeningOne(_Opening):
+    """Add, norm and product in one launch, for a row or two; over several ranks the norm is a part."""
 
-    def rows(self, op: InProj, device: Device) -> Rows:
+    def rows(self, op: Any, device: Device) -> Rows:
         return (1, ONE)
+
+    def parts(self, op: Any) -> Mapping[str, Part]:
+        return super().parts(op) if op.world > 1 else {}
+
+
+WEIGHT: Mapping[str, tuple[Layout, ...]] = {"weight": (Packed(),)}
+
+
+@kernel("triton.in_proj_one", code=f"{CODE}:in_proj_one")
+class InProjOne(_OpeningOne, Kernel[InProj]):
+    """The product of `gemm_one` over the rows of all parts, wherever they lie packed, with its own norm."""
+
+    layouts = WEIGHT
 
     def settings(self, op: InProj, device: Device) -> Mapping[str, Any]:
         return one_settings(sum(op.outputs().values()), op.hidden, device)
 
 
+@kernel("triton.norm_linear_one", code=f"{CODE}:norm_linear_one")
+class NormLinearOne(_OpeningOne, Kernel[NormLinear]):
+    """The product of `gemm_one` with its own norm."""
+
+    layouts = WEIGHT
+
+    def settings(self, op: NormLinear, device: Device) -> Mapping[str, Any]:
+        return one_settings(op.width, op.hidden, device)
+
+
+@kernel("triton.norm_gate_up_one", code=f"{CODE}:norm_gate_up_one")
+class NormGateUpOne(_OpeningOne, Kernel[NormGateUp]):
+    """The product of `gemm_one` with its own norm; a program has the same rows of gate and up, and multiplies."""
+
+    layouts: ClassVar[Mapping[str, tuple[Layout, ...]]] = {"gate_up": (Packed(),)}
+
+    def settings(self, op: NormGateUp, device: Device) -> Mapping[str, Any]:
+        return one_settings(2 * op.intermediate, op.hidden, device)
+
+
 @kernel("triton.in_proj_few", code=f"{CODE}:in_proj_few")
-class InProjFew(_InProj, Kernel[InProj]):
+class InProjFew(_Opening, Kernel[InProj]):
     """The norm, then the product of `gemm_few` over the rows of all parts, wherever they lie packed."""
+
+    layouts = WEIGHT
 
     def rows(self, op: InProj, device: Device) -> Rows:
         return (ONE + 1, FEW)

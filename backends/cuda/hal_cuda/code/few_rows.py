@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal.errors import HalError
+from hal.kernel import Site
+from hal.layout import Packed
 from hal_cuda.code.nvrtc import Function, Map, compiled, tensor_map
+from hal_cuda.few_rows import BOX, TILE, WIDTHS
 
 Call = Callable[..., Any]
 FILE = "few_rows.cu"
-BOX = 64  # elements of K in a row of shared memory
-WIDTHS = (8, 16, 32, 64)  # rows of x in one instruction
 SWIZZLE = 1024  # bytes to which the stages are aligned
 ALIGN = 16  # bytes, of addresses and strides
 
@@ -48,14 +50,14 @@ def weight_map(weight: Tensor, groups: int, gated: bool) -> Map:
         half = rows // 2
         return tensor_map(weight.data_ptr(), (columns, 8, 2, half // 8), (row, half * row, 8 * row),
                           (BOX, 8, 2, 4 * groups))  # fmt: skip
-    return tensor_map(weight.data_ptr(), (columns, rows), (row,), (BOX, 64 * groups))
+    return tensor_map(weight.data_ptr(), (columns, rows), (row,), (BOX, TILE * groups))
 
 
 class Product:
     """``x [rows, K]`` times a weight ``[N, K]`` into ``out [rows, N]``.
 
     Gated: the weight is ``[gate; up]``, and out is ``silu(x gate.T) * (x up.T)``. ``settings``: by
-    width, GROUPS, SPLIT, STAGES and BOXES of the launch; PDL.
+    width, GROUPS, SPLIT, STAGES and BOXES of the launch; PDL. Code is compiled for a width when it first comes.
     """
 
     def __init__(self, weight: Tensor, settings: Mapping[str, Any], arch: str, gated: bool = False) -> None:
@@ -77,12 +79,12 @@ class Product:
         """The kernel for so many rows, its blocks, and the map of the weight."""
         defines = self.defines(one, chunks)
         groups, split, stages, boxes = (defines[name] for name in ("GROUPS", "SPLIT", "STAGES", "BOXES"))
-        shared = stages * boxes * (64 * groups + one * chunks) * BOX * 2 + SWIZZLE
+        shared = stages * boxes * (TILE * groups + one * chunks) * BOX * 2 + SWIZZLE
         function = Function(
             FILE, "few_rows", f"{self.arch}a", defines,
             threads=128 * groups + 32, cluster=split, shared=shared, overlaps=self.settings["PDL"],
         )  # fmt: skip
-        columns = (32 if self.gated else 64) * groups
+        columns = TILE * groups // (2 if self.gated else 1)
         blocks = -(-self.outputs // columns) * split
         return function, blocks, weight_map(self.weight, groups, self.gated)
 
@@ -95,3 +97,45 @@ class Product:
         row = x.stride(0) if rows > 1 else columns
         given = self._x_map(x.data_ptr(), (columns, rows), (row * 2,), (BOX, one * chunks))
         function(blocks, Args(weight, given, out.data_ptr(), out.stride(0), rows))
+
+
+def _product(site: Site, memory: str, gated: bool = False) -> Callable[[Tensor], Tensor]:
+    weight, arch = site.weight(memory, Packed()), str(site.runtime.device.value("arch"))
+    if weight.data_ptr() % ALIGN:
+        raise HalError(f"{site.op.title()}: {memory}: expected an address that is a multiple of {ALIGN} bytes")
+    product = Product(weight, site.settings, arch, gated)
+
+    def run(x: Tensor) -> Tensor:
+        out = torch.empty((x.shape[0], product.outputs), dtype=x.dtype, device=x.device)
+        if x.shape[0]:
+            product(x, out)
+        return out
+
+    return run
+
+
+def gemm(site: Site) -> Call:
+    """``x @ weight.T``."""
+    return _product(site, "weight")
+
+
+def in_proj(site: Site) -> Call:
+    """Norm, and one product whose outputs are column views."""
+    norm, product, widths = site.parts["norm"], _product(site, "weight"), list(site.op.outputs().values())
+
+    def run(partial: Tensor, residual: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        x, residual = norm(partial, residual)
+        return product(x).split(widths, 1), residual
+
+    return run
+
+
+def norm_gate_up(site: Site) -> Call:
+    """Norm, and the product that multiplies its halves."""
+    norm, product = site.parts["norm"], _product(site, "gate_up", gated=True)
+
+    def run(partial: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        x, residual = norm(partial, residual)
+        return product(x), residual
+
+    return run

@@ -10,7 +10,7 @@ float32. Weights are read before the wait for earlier kernels (PDL): none in fli
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,14 +29,26 @@ STREAMED = tl.constexpr("evict_first")  # a weight is used once a step: it must 
 
 @triton.jit(do_not_specialize=["rows"])
 def one_kernel(
-    x_ptr, weight_ptr, out_ptr, x_row, rows,
+    x_ptr, partial_ptr, norm_ptr, weight_ptr, out_ptr, residual_ptr, x_row, rows, eps,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    DEPTH: tl.constexpr, PDL: tl.constexpr,
+    DEPTH: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply and add: BLOCK_N weight rows times all of x; DEPTH tiles of the weight are under way."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Multiply and add: BLOCK_N rows of the weight times all of x; DEPTH tiles of the weight are under way.
+
+    NORM: x is the residual; partial is added to it, and the sum, which program 0 writes, is normed.
+    Its factor, known after the last tile, comes last. GATED: the weight is ``[gate; up]``, rows of
+    both in turn, and out is ``silu(gate) * up``.
+    """
+    WIDTH: tl.constexpr = N // 2 if GATED else N
+    each = tl.arange(0, BLOCK_N)
+    if GATED:
+        inner = tl.program_id(0).to(tl.int64) * (BLOCK_N // 2) + each // 2
+        at = inner + each % 2 * WIDTH
+        inside = (inner < WIDTH)[:, None]
+    else:
+        at = tl.program_id(0).to(tl.int64) * BLOCK_N + each
+        inside = (at < N)[:, None]
     column = tl.arange(0, BLOCK_K)
-    inside = at[:, None] < N
     weights = weight_ptr + at[:, None] * K + column[None, :]
     ahead = ()
     for d in tl.static_range(DEPTH):
@@ -44,23 +56,49 @@ def one_kernel(
         ahead = ahead + (tl.load(weights + d * BLOCK_K, mask=mask, other=0.0, eviction_policy=STREAMED),)
     begin(PDL)
     sums = ()
+    squares = ()
     for _ in tl.static_range(ROWS):
         # eight products, what a thread loads at once, are added in its registers
         sums = sums + (tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32),)
+        squares = squares + (tl.zeros((BLOCK_K,), tl.float32),)
     for k in range(0, K, BLOCK_K):
         mask = inside & (column < K - k - DEPTH * BLOCK_K)[None, :]
         coming = tl.load(weights + k + DEPTH * BLOCK_K, mask=mask, other=0.0, eviction_policy=STREAMED)
         weight = ahead[0].to(tl.float32)
+        left = column < K - k
+        if NORM:
+            scale = 1.0 + tl.load(norm_ptr + k + column, mask=left, other=0.0).to(tl.float32)
         added = ()
+        more = ()
         for r in tl.static_range(ROWS):
-            x = tl.load(x_ptr + r * x_row + k + column, mask=(column < K - k) & (r < rows), other=0.0)
-            products = tl.reshape(weight * x.to(tl.float32)[None, :], (BLOCK_N, BLOCK_K // 8, 8))
+            taken = left & (r < rows)
+            x = tl.load(x_ptr + r * x_row + k + column, mask=taken, other=0.0).to(tl.float32)
+            if NORM:
+                x += tl.load(partial_ptr + r * K + k + column, mask=taken, other=0.0).to(tl.float32)
+                rounded = x.to(residual_ptr.dtype.element_ty)
+                first = taken & (tl.program_id(0) == 0)
+                tl.store(residual_ptr + r * K + k + column, rounded, mask=first)
+                x = rounded.to(tl.float32)
+                more = more + (squares[r] + x * x,)
+                x *= scale
+            products = tl.reshape(weight * x[None, :], (BLOCK_N, BLOCK_K // 8, 8))
             added = added + (sums[r] + tl.sum(products, 2),)
         sums = added
+        if NORM:
+            squares = more
         ahead = moved(ahead, coming, DEPTH)
     for r in tl.static_range(ROWS):
-        value = tl.sum(sums[r], 1).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + r * N + at, value, mask=(at < N) & (r < rows))
+        value = tl.sum(sums[r], 1)
+        if NORM:
+            value *= tl.rsqrt(tl.sum(squares[r], 0) / K + eps)
+        if GATED:
+            gate, up = tl.split(tl.reshape(value, (BLOCK_N // 2, 2)))
+            value = gate * tl.sigmoid(gate) * up
+            place = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        else:
+            place = at
+        kept = (place < WIDTH) & (r < rows)
+        tl.store(out_ptr + r * WIDTH + place, value.to(out_ptr.dtype.element_ty), mask=kept)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -124,12 +162,28 @@ def sum_kernel(
 SUM_BLOCK = 256
 
 
-def product_one(x: Tensor, weight: Tensor, out: Tensor, settings: Mapping[str, Any]) -> None:
-    """``x [rows, K]``, ``weight [N, K]`` to ``out [rows, N]`` without matrix instructions."""
+class Normed(NamedTuple):
+    """What a product's own norm takes: x is then the residual, whose sum with partial goes to ``residual``."""
+
+    partial: Tensor
+    weight: Tensor
+    residual: Tensor
+    eps: float
+
+
+def product_one(
+    x: Tensor, weight: Tensor, out: Tensor, settings: Mapping[str, Any], gated: bool = False,
+    normed: Normed | None = None,
+) -> None:  # fmt: skip
+    """``x [rows, K]``, ``weight [N, K]`` to ``out [rows, N]`` without matrix instructions.
+
+    ``gated``: the weight is ``[gate; up]``, and ``silu(x @ gate.T) * (x @ up.T)`` goes to ``out [rows, N / 2]``.
+    """
     rows, (n, columns) = x.shape[0], weight.shape
+    partial, norm, residual, eps = normed or (x, x, x, 0.0)
     one_kernel[(cdiv(n, settings["BLOCK_N"]),)](
-        x, weight, out, x.stride(0), rows, N=n, K=columns, ROWS=next_power_of_2(rows),
-        enable_fp_fusion=True, **launched(settings),
+        x, partial, norm, weight, out, residual, x.stride(0), rows, eps, N=n, K=columns, ROWS=next_power_of_2(rows),
+        NORM=normed is not None, GATED=gated, enable_fp_fusion=True, **launched(settings),
     )  # fmt: skip
 
 
@@ -166,7 +220,46 @@ def few(site: Site) -> Call:
     return _loaded(site, product_few)
 
 
-def _projected(site: Site, product: Callable[..., None]) -> Callable[..., Any]:
+def _opened(site: Site, memory: str, gated: bool = False) -> Callable[..., Any]:
+    """Add, norm and product of a row or two: one launch, or the norm apart where it reduces over ranks."""
+    weight, settings, apart = site.weight(memory, Packed()), site.settings, site.parts.get("norm")
+    norm, eps = None if apart else site.weight("norm"), site.op.eps
+    width = weight.shape[0] // 2 if gated else weight.shape[0]
+
+    def run(partial: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        rows = residual.shape[0]
+        out = torch.empty((rows, width), dtype=residual.dtype, device=residual.device)
+        if apart:
+            x, after = apart(partial, residual)
+        else:
+            x, after = residual, torch.empty_like(residual)
+        if rows:
+            normed = None if norm is None else Normed(partial, norm, after, eps)
+            product_one(x, weight, out, settings, gated, normed)
+        return out, after
+
+    return run
+
+
+def in_proj_one(site: Site) -> Callable[..., Any]:
+    run, widths = _opened(site, "weight"), list(site.op.outputs().values())
+
+    def split(partial: Tensor, residual: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        out, residual = run(partial, residual)
+        return out.split(widths, 1), residual
+
+    return split
+
+
+def norm_linear_one(site: Site) -> Callable[..., Any]:
+    return _opened(site, "weight")
+
+
+def norm_gate_up_one(site: Site) -> Callable[..., Any]:
+    return _opened(site, "gate_up", gated=True)
+
+
+def in_proj_few(site: Site) -> Callable[..., Any]:
     norm, weight, settings = site.parts["norm"], site.weight("weight", Packed()), site.settings
     widths = list(site.op.outputs().values())
 
@@ -174,15 +267,7 @@ def _projected(site: Site, product: Callable[..., None]) -> Callable[..., Any]:
         x, residual = norm(partial, residual)
         out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
         if x.shape[0]:
-            product(x, weight, out, settings)
+            product_few(x, weight, out, settings)
         return out.split(widths, 1), residual
 
     return run
-
-
-def in_proj_one(site: Site) -> Callable[..., Any]:
-    return _projected(site, product_one)
-
-
-def in_proj_few(site: Site) -> Callable[..., Any]:
-    return _projected(site, product_few)

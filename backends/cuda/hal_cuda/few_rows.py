@@ -1,0 +1,141 @@
+"""Declarations: products with few rows on Hopper, in CUDA C++."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from hal.device import Device
+from hal.formats import Tensor
+from hal.kernel import Kernel, Part, Rows, Tier, kernel
+from hal.layout import Layout, Packed
+from hal.numerics import Class, Numerics
+from hal.opening import norm_part, one_format
+from hal.ops import Gemm, InProj, Linear, NormGateUp
+from hal.requirement import Reason, Requirement, arch, library, vendor
+
+CODE = "hal_cuda.code.few_rows"
+NEEDS: tuple[Requirement, ...] = (
+    vendor("cuda"),
+    arch("sm_90"),  # wgmma is an instruction of this architecture alone
+    library("torch", ">=2.9"),
+    library("cuda_bindings", ">=12.8"),
+)
+LEAST = 3  # rows: below, multiplying and adding without matrix instructions measured faster
+WIDTHS = (8, 16, 32, 64)  # rows of x in one instruction
+TALL = 16384  # rows of the weight up to which x, read by every block, is worth 64 rows
+TILE = 64  # rows of the weight a group multiplies
+BOX = 64  # elements of K in a stage
+RESERVED = 1024  # bytes of shared memory that a block takes beside what it asks for, twice
+
+
+def tiles(outputs: int, columns: int, device: Device, gated: bool = False) -> Mapping[str, Any]:
+    """Launch settings by width, as measured on an H200: three blocks at once on a multiprocessor.
+
+    SPLIT blocks share K where the weight has too few rows for that. Blocks that are many by
+    themselves ask for four stages, the others for as many as fit; very many take twice the rows.
+    """
+    units = device.value("compute_units") or 132
+    groups = 2 if outputs >= 32768 else 1
+    room = (device.value("shared_bytes") or 232448) // (4 - groups) - 2 * RESERVED
+    blocks = -(-outputs * (2 if gated else 1) // (TILE * groups))
+    steps = -(-columns // BOX)
+    split = 1
+    while not gated and split < 8 and blocks * split * 2 <= 3 * units and steps >= 8 * split:
+        split *= 2
+    each = -(-steps // split)
+    while each * (split - 1) >= steps:  # a block without a share
+        split //= 2
+        each = -(-steps // split)
+    found: dict[str, Any] = {"PDL": device.value("pdl") is True}
+    for width in WIDTHS:
+        stage = (TILE * groups + width) * BOX * 2
+        most = room // stage
+        stages = most if split > 1 or groups > 1 or width > 16 else 4
+        found[str(width)] = {
+            "GROUPS": groups,
+            "SPLIT": split,
+            "STAGES": max(2, min(stages, most, 8, each + 1)),
+            "BOXES": 1,
+            "BLOCKS": 1,
+        }
+    return found
+
+
+class _Few(Kernel[Any]):
+    tier: ClassVar[Tier] = "fused"
+    needs = NEEDS
+
+    def refuses(self, op: Any, device: Device) -> Reason | None:
+        if op.dtype != "bfloat16":
+            return Reason("op", f"needs bfloat16; dtype is {op.dtype}")
+        return None
+
+    def numerics(self, op: Any) -> Numerics:
+        return Numerics(Class.REASSOCIATED, batch_invariant=True)
+
+
+def _columns(columns: int, name: str) -> Reason | None:
+    if columns % 8:
+        return Reason("op", f"needs {name} to be a multiple of 8, rows of 16 bytes; it is {columns}")
+    return None
+
+
+def _most(rows: int) -> Rows:
+    return (LEAST, WIDTHS[-1] if rows <= TALL else WIDTHS[-2])
+
+
+@kernel("cuda.gemm_few", code=f"{CODE}:gemm", serves=(Gemm, Linear))
+class GemmFew(_Few):
+    """Matrix instructions with the weight as the long side; the copy engine keeps tiles of it under way."""
+
+    layouts: ClassVar[Mapping[str, tuple[Layout, ...]]] = {"weight": (Packed(),)}
+
+    def rows(self, op: Any, device: Device) -> Rows:
+        return _most(op.rows)
+
+    def refuses(self, op: Any, device: Device) -> Reason | None:
+        if op.weight != Tensor(op.dtype):
+            return Reason("op", f"needs a weight in {op.dtype}; it is {op.weight}")
+        return super().refuses(op, device) or _columns(op.columns, "columns")
+
+    def settings(self, op: Any, device: Device) -> Mapping[str, Any]:
+        return tiles(op.rows, op.columns, device)
+
+
+@kernel("cuda.in_proj_few", code=f"{CODE}:in_proj")
+class InProjFew(_Few, Kernel[InProj]):
+    """The norm, then the product of `gemm_few` over the rows of all parts, wherever they lie packed."""
+
+    layouts: ClassVar[Mapping[str, tuple[Layout, ...]]] = {"weight": (Packed(),)}
+
+    def rows(self, op: InProj, device: Device) -> Rows:
+        return _most(sum(op.outputs().values()))
+
+    def refuses(self, op: InProj, device: Device) -> Reason | None:
+        return super().refuses(op, device) or one_format(op) or _columns(op.hidden, "hidden")
+
+    def parts(self, op: InProj) -> Mapping[str, Part]:
+        return {"norm": norm_part(op)}
+
+    def settings(self, op: InProj, device: Device) -> Mapping[str, Any]:
+        return tiles(sum(op.outputs().values()), op.hidden, device)
+
+
+@kernel("cuda.norm_gate_up_few", code=f"{CODE}:norm_gate_up")
+class NormGateUpFew(_Few, Kernel[NormGateUp]):
+    """The norm, then the product of `gemm_few`, eight rows of gate and of up in turn, multiplied where they are."""
+
+    layouts: ClassVar[Mapping[str, tuple[Layout, ...]]] = {"gate_up": (Packed(),)}
+
+    def rows(self, op: NormGateUp, device: Device) -> Rows:
+        return _most(2 * op.intermediate)
+
+    def refuses(self, op: NormGateUp, device: Device) -> Reason | None:
+        return super().refuses(op, device) or _columns(op.hidden, "hidden") or _columns(op.intermediate, "intermediate")
+
+    def parts(self, op: NormGateUp) -> Mapping[str, Part]:
+        return {"norm": norm_part(op)}
+
+    def settings(self, op: NormGateUp, device: Device) -> Mapping[str, Any]:
+        return tiles(op.intermediate, op.hidden, device, gated=True)
