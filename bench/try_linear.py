@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +40,30 @@ SHARED = 227 * 1024
 
 
 def variants(name: str, rows: int, n: int, k: int) -> list[Settings]:
-    """Launches worth trying: GROUPS, SPLIT, STAGES, BOXES."""
+    """Launches worth trying: GROUPS, SPLIT, SHARE, STAGES, BOXES."""
     one, chunks = width(rows)
     held = one * chunks
     small = n < 6000
     found = []
-    for groups in (1, 2) if held < 128 else (2, 4):
+    shares = (1,) if held < 32 else (1, 2, 4)
+    for groups, share in product((1, 2), shares):
         for split in (1,) if name in ("mlp", "head") else (2, 4, 8) if small else (1, 2):
-            for stages, boxes in ((4, 1), (6, 1), (8, 1), (3, 2), (4, 2)):
+            for stages, boxes in ((3, 1), (4, 1), (6, 1), (8, 1), (4, 2)):
                 size = stages * boxes * (64 * groups + held) * 128 + 1024
                 steps = -(-k // (64 * boxes))
                 each = -(-steps // split)
-                if size > SHARED or each * (split - 1) >= steps or (split > 1 and stages > each + 2):
+                if (
+                    size > SHARED
+                    or split * share > 8
+                    or each * (split - 1) >= steps
+                    or (split > 1 and stages > each + 2)
+                ):
                     continue
                 if held * ((32 if name == "mlp" else 64) * groups + 4) * 4 > size - 1024:
                     continue
-                found.append({"GROUPS": groups, "SPLIT": split, "STAGES": stages, "BOXES": boxes, "BLOCKS": 1})
+                found.append(
+                    {"GROUPS": groups, "SPLIT": split, "SHARE": share, "STAGES": stages, "BOXES": boxes, "BLOCKS": 1}
+                )
     return found
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from hal.errors import UnknownName
 from hal.ops.attention import AttentionDecode, AttentionPrefill, QKNormRope
 from hal.ops.base import Op
-from hal.ops.ends import Embed, Head, Sample
+from hal.ops.ends import ArgMax, Embed, Head, Sample
 from hal.ops.feed_forward import GatedMLP, MoE, NormGateUp, SiluMul
 from hal.ops.gated_delta import (
     CausalConv,
@@ -25,7 +25,7 @@ COARSE: tuple[type[Op[..., Any]], ...] = (
     QKNormRope, AttentionPrefill, AttentionDecode, GatedMLP, MoE, Head, Sample,
 )  # fmt: skip
 FINE: tuple[type[Op[..., Any]], ...] = (
-    AllReduce, AllGather, RMSNorm, AddRMSNorm, Quantize, Gemm, NormGateUp, SiluMul, CausalConv,
+    AllReduce, AllGather, RMSNorm, AddRMSNorm, Quantize, ArgMax, Gemm, NormGateUp, SiluMul, CausalConv,
     GatedDeltaUpdate, GatedRMSNorm, Copy,
 )  # fmt: skip
 OPS: dict[str, type[Op[..., Any]]] = {op.title(): op for op in (*COARSE, *FINE)}
@@ -43,6 +43,7 @@ __all__ = [
     "AddRMSNorm",
     "AllGather",
     "AllReduce",
+    "ArgMax",
     "AttentionDecode",
     "AttentionPrefill",
     "COARSE",

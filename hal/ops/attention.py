@@ -221,10 +221,14 @@ class AttentionDecode(_Attention):
     @classmethod
     def cases(cls) -> Sequence[Case]:
         op = cls._small()
+        # so many that a kernel need not split their keys
+        count = 72
+        many = (1,) * count, tuple(i % 7 for i in range(count)), tuple(-1 if i % 9 == 5 else i for i in range(count))
         return [
             Case("rows", op, (1, 1, 1), (0, 13, 4), (2, 0, 1), mode="decode"),
             Case("one kv head", replace(op, kv_heads=1), (1, 1), (3, 8), (0, 1), mode="decode"),
             Case("padding", op, (1, 1), (3, 0), (0, -1), mode="decode"),
             Case("no rows", op, (), (), (), mode="decode"),
             Case("to fp8", replace(op, out=STATIC_FP8), (1, 1), (3, 8), (0, 1), mode="decode"),
+            Case("many rows", op, *many, mode="decode"),
         ]

@@ -91,6 +91,41 @@ class Head(Op[["torch.Tensor", "torch.Tensor"], "tuple[torch.Tensor, torch.Tenso
 
 
 @dataclass(frozen=True, kw_only=True)
+class ArgMax(Op[["torch.Tensor"], "torch.Tensor"]):
+    """The id of the largest logit of each row ``[rows, vocab]``, the lower one on a tie, NaN above all."""
+
+    vocab: int
+    dtype: str = "bfloat16"
+
+    def signature(self) -> Signature:
+        logits = Arg("logits", ("rows", self.vocab), Tensor(self.dtype), free=(0,))
+        return Signature((logits,), (Arg("ids", ("rows",), Tensor("int64")),))
+
+    def reference(self, problem: Problem) -> Outcome:
+        return (problem.args["logits"].argmax(-1),), {}
+
+    @classmethod
+    def cases(cls) -> Sequence[Case]:
+        op = cls(vocab=5000)
+        return [
+            Case("one row", op, (1,)),
+            Case("rows", replace(op, dtype="float32"), (5,)),
+            Case("ties", op, (4,), variant="ties"),
+            Case("all equal", op, (3,), variant="all equal"),
+            Case("nothing finite", op, (3,), variant="nothing finite"),
+            Case("no rows", op, (0,)),
+        ]
+
+    def adjust(self, variant: str, problem: Problem) -> None:
+        logits = problem.args["logits"]
+        if variant == "ties":
+            for row, (first, second) in enumerate(((0, 4999), (2047, 2048), (4097, 4998), (17, 18))):
+                logits[row, [first, second]] = 9.0
+        else:
+            logits.fill_(float("-inf") if variant == "nothing finite" else -3.0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sample(Op[["torch.Tensor", "Batch"], "torch.Tensor"]):
     """One id per sequence from logits ``[rows, vocab]``, as ``batch`` says.
 

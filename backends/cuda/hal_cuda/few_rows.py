@@ -22,7 +22,8 @@ NEEDS: tuple[Requirement, ...] = (
     library("cuda_bindings", ">=12.8"),
 )
 LEAST = 3  # rows: below, multiplying and adding without matrix instructions measured faster
-WIDTHS = (8, 16, 32, 64)  # rows of x in one instruction
+WIDTHS = (8, 16, 32, 64, 128)  # rows of x that code is compiled for
+WIDEST = 64  # of them in one instruction
 TALL = 16384  # rows of the weight up to which x, read by every block, is worth 64 rows
 TILE = 64  # rows of the weight a group multiplies
 BOX = 64  # elements of K in a stage
@@ -55,6 +56,7 @@ def tiles(outputs: int, columns: int, device: Device, gated: bool = False) -> Ma
         found[str(width)] = {
             "GROUPS": groups,
             "SPLIT": split,
+            "SHARE": 1,
             "STAGES": max(2, min(stages, most, 8, each + 1)),
             "BOXES": 1,
             "BLOCKS": 1,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hal.device import Device
 from hal.formats import Format, Quantized, Tensor
-from hal.kernel import Kernel, kernel
+from hal.kernel import Kernel, Part, kernel
 from hal.numerics import EXACT, REASSOCIATED, Numerics
 from hal.ops import (
     AddRMSNorm,
     AllGather,
     AllReduce,
+    ArgMax,
     Copy,
     Embed,
     GatedRMSNorm,
@@ -110,11 +113,24 @@ class TorchEmbed(Kernel[Embed]):
         return EXACT
 
 
+@kernel("torch.argmax", code=f"{CODE}:argmax")
+class TorchArgMax(Kernel[ArgMax]):
+    """``Tensor.argmax``, which gives the first of equals."""
+
+    needs = TORCH
+
+    def numerics(self, op: ArgMax) -> Numerics:
+        return EXACT
+
+
 @kernel("torch.sample", code=f"{CODE}:sample")
 class TorchSample(Kernel[Sample]):
-    """A stable sort of each row; the argmax alone where all are greedy."""
+    """A stable sort of each row; where all are greedy, ArgMax alone."""
 
     needs = TORCH
 
     def makes(self, op: Sample) -> tuple[Format, ...]:
         return (Tensor("int64"),)
+
+    def parts(self, op: Sample) -> Mapping[str, Part]:
+        return {"greedy": Part(ArgMax(vocab=op.vocab, dtype=op.dtype))}

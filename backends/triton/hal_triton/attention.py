@@ -16,7 +16,7 @@ from hal_triton.needs import TRITON, next_power_of_2, overlaps
 CODE = "hal_triton.code.attention"
 WIDEST_HEAD = 256
 ROOMY = 160 * 1024  # bytes of shared memory that hold two stages of wide tiles
-WAVES = 4  # programs per compute unit that decode aims for
+WAVES = 2  # programs per compute unit that decode aims for
 MOST_SPLITS = 64
 
 
@@ -49,7 +49,7 @@ class TritonAttentionDecode(_Attention, Kernel[AttentionDecode]):
     """All query heads of a KV head in one program, keys split over a fixed grid; then one launch joins the splits.
 
     How many splits follows from the rows alone, lengths are read on the device: a captured
-    graph serves any lengths.
+    graph serves any lengths. Many rows are not split, and need no second launch.
     """
 
     launches = 2

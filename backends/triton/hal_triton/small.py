@@ -1,4 +1,4 @@
-"""Declarations: activation, encoder, gated norm, embedding."""
+"""Declarations: activation, encoder, gated norm, embedding, the largest of a row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hal.device import Device
 from hal.formats import STATIC_FP8, Format, Quantized, Scale, Tensor, dtype
 from hal.kernel import Kernel, Tier, kernel
 from hal.numerics import EXACT, Numerics
-from hal.ops import Embed, GatedRMSNorm, Quantize, SiluMul
+from hal.ops import ArgMax, Embed, GatedRMSNorm, Quantize, SiluMul
 from hal.requirement import Reason, feature
 from hal_triton.needs import TRITON, next_power_of_2, overlaps
 
@@ -93,3 +93,21 @@ class TritonEmbed(Kernel[Embed]):
 
     def settings(self, op: Embed, device: Device) -> Mapping[str, Any]:
         return {"BLOCK": min(1024, next_power_of_2(op.hidden)), "num_warps": 4, "PDL": overlaps(device)}
+
+
+@kernel("triton.argmax", code=f"{CODE}:argmax")
+class TritonArgMax(Kernel[ArgMax]):
+    """A program a piece of a row, then one a row: of equals the lower, NaN above all."""
+
+    tier: ClassVar[Tier] = "portable"
+    needs = TRITON
+    launches = 2
+
+    def refuses(self, op: ArgMax, device: Device) -> Reason | None:
+        return too_wide(op)
+
+    def numerics(self, op: ArgMax) -> Numerics:
+        return EXACT
+
+    def settings(self, op: ArgMax, device: Device) -> Mapping[str, Any]:
+        return {"BLOCK": min(4096, next_power_of_2(op.vocab)), "num_warps": 4, "PDL": overlaps(device)}

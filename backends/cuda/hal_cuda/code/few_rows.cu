@@ -2,14 +2,15 @@
 //
 // A block takes TILE = 64 GROUPS rows of the weight. One thread asks for tiles of it (TMA), STAGES of them
 // under way, the first before the wait for earlier kernels: none of these writes a weight. Each group of four
-// warps multiplies its 64 rows of the weight with all of x (wgmma; the weight is the long side). SPLIT blocks,
-// a cluster, share K and add up in shared memory, always in the same order. bfloat16, sums in float32.
+// warps multiplies its 64 rows of the weight with all of x (wgmma; the weight is the long side). SPLIT blocks
+// share K and add up in shared memory, always in the same order; SHARE blocks of neighbouring rows of the weight
+// read a part of x each for all of them. Both together are a cluster. bfloat16, sums in float32.
 //
 // GATED: the weight is [gate; up], N of each, and out is silu(x gate^T) * (x up^T). A thread has both, for 8
 // rows of gate and 8 of up lie one after the other in shared memory.
 //
 // The launcher defines N, K, WIDTH (rows of x in one instruction: 8, 16, 32, 64), CHUNKS of WIDTH, GROUPS,
-// SPLIT, STAGES, BOXES (of 64 elements of K, in a stage), GATED, PDL and BLOCKS (at once on a multiprocessor).
+// SPLIT, SHARE, STAGES, BOXES (of 64 elements of K, in a stage), GATED, PDL and BLOCKS (at once on a multiprocessor).
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -35,9 +36,13 @@ constexpr int WEIGHT = TILE * ROW, X = ROWS * ROW, STAGE = BOXES * (WEIGHT + X);
 constexpr int STEPS = (K + 64 * BOXES - 1) / (64 * BOXES);
 constexpr int EACH = (STEPS + SPLIT - 1) / SPLIT;  // steps of a block
 constexpr int CONSUMERS = 128 * GROUPS;
+constexpr int CLUSTER = SPLIT * SHARE;
+constexpr u16 SHARERS = SHARE == 1 ? 1 : SHARE == 2 ? 1 | 1 << SPLIT : 1 | 1 << SPLIT | 1 << 2 * SPLIT | 1 << 3 * SPLIT;
+constexpr int OWN = ROWS / SHARE;              // rows of x that this block reads
 constexpr int PITCH = COLUMNS + 4;             // floats of a row of x in the exchange: rows start in other banks
 static_assert(ROWS * PITCH * 4 <= STAGES * STAGE, "the exchange takes the place of the stages");
 static_assert(EACH * (SPLIT - 1) < STEPS, "every block of a cluster has a share of K");
+static_assert(OWN % 8 == 0, "a share of x begins where the swizzle does");
 static_assert(!GATED || (SPLIT == 1 && N % 8 == 0), "gate and up meet before they are added up");
 
 __device__ __forceinline__ u32 shared(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
@@ -46,8 +51,18 @@ __device__ __forceinline__ void expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
 
+__device__ __forceinline__ u32 of_block(u32 at, int rank) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+    return there;
+}
+
 __device__ __forceinline__ void arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void arrive_there(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" :: "r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ void await(u32 barrier, int parity) {
@@ -65,6 +80,13 @@ __device__ __forceinline__ void load(u32 to, const Map& map, int k, int row, u32
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
         " [%0], [%1, {%2, %3}], [%4], %5;"
         :: "r"(to), "l"(&map), "r"(k), "r"(row), "r"(barrier), "l"(keep) : "memory");
+}
+
+__device__ __forceinline__ void load_for(u32 to, const Map& map, int k, int row, u32 barrier, u64 keep, u16 blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+        ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;"
+        :: "r"(to), "l"(&map), "r"(k), "r"(row), "r"(barrier), "h"(blocks), "l"(keep) : "memory");
 }
 
 __device__ __forceinline__ void load_pairs(u32 to, const Map& map, int k, int block, u32 barrier, u64 keep) {
@@ -112,18 +134,21 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, BLOCKS) few_rows(co
     extern __shared__ unsigned char raw[];
     __shared__ u64 full_[STAGES], empty_[STAGES];
     const u32 aligned = (shared(raw) + 1023) & ~1023, full = shared(full_), empty = shared(empty_);
-    const int tid = threadIdx.x, part = blockIdx.x % SPLIT, first = blockIdx.x / SPLIT * COLUMNS;
+    const int tid = threadIdx.x, part = blockIdx.x % SPLIT, member = blockIdx.x / SPLIT % SHARE;
+    const int first = blockIdx.x / SPLIT * COLUMNS;
     const int begin = part * EACH, steps = STEPS - begin < EACH ? STEPS - begin : EACH;
     float* exchange = reinterpret_cast<float*>(raw + (aligned - shared(raw)));
     if (tid == 0) {
 #pragma unroll
         for (int s = 0; s < STAGES; s++) {
             asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(full + 8 * s) : "memory");
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(empty + 8 * s), "n"(GROUPS) : "memory");
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(empty + 8 * s), "n"(GROUPS * SHARE) : "memory");
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
+    if (SHARE > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    if (PDL) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 
     if (tid >= CONSUMERS) {
         if (tid == CONSUMERS) {
@@ -143,16 +168,20 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, BLOCKS) few_rows(co
             auto ask_x = [&](int step) {
                 const int s = step % STAGES;
 #pragma unroll
-                for (int b = 0; b < BOXES; b++)
-                    load(aligned + s * STAGE + BOXES * WEIGHT + b * X, p.x, ((begin + step) * BOXES + b) * 64, 0,
-                         full + 8 * s, LAST);
+                for (int b = 0; b < BOXES; b++) {
+                    const int k = ((begin + step) * BOXES + b) * 64;
+                    const u32 to = aligned + s * STAGE + BOXES * WEIGHT + b * X + member * (OWN * ROW);
+                    if (SHARE > 1)
+                        load_for(to, p.x, k, member * OWN, full + 8 * s, LAST, SHARERS << part);
+                    else
+                        load(to, p.x, k, 0, full + 8 * s, LAST);
+                }
             };
             const int ahead = steps < STAGES ? steps : STAGES;
             for (int step = 0; step < ahead; step++) ask_weight(step);
-            if (PDL) {
-                asm volatile("griddepcontrol.wait;" ::: "memory");
-                asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-            }
+            if (PDL) asm volatile("griddepcontrol.wait;" ::: "memory");
+            // the others' barriers are made
+            if (SHARE > 1) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
             for (int step = 0; step < ahead; step++) ask_x(step);
             for (int step = ahead; step < steps; step++) {
                 await(empty + 8 * (step % STAGES), (step / STAGES - 1) & 1);
@@ -160,9 +189,18 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, BLOCKS) few_rows(co
                 ask_x(step);
             }
         }
+        if (SHARE > 1 && tid != CONSUMERS) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
         __syncwarp();
     } else {
+        if (SHARE > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
         const int group = tid / 128, warp = tid / 32, lane = tid % 32;
+        auto freed = [&](int step) {
+            if (SHARE == 1) {
+                if (tid % 128 == 0) arrive(empty + 8 * (step % STAGES));
+            } else if (tid % 128 < SHARE) {
+                arrive_there(of_block(empty + 8 * (step % STAGES), tid % 128 * SPLIT + part));
+            }
+        };
         float sums[CHUNKS][WIDTH / 2];
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++)
@@ -182,9 +220,15 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, BLOCKS) few_rows(co
                         multiply(sums[c], described(weight + b * WEIGHT + k * 32),
                                  described(x + b * X + c * (WIDTH * ROW) + k * 32));
             asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-            if (tid % 128 == 0) arrive(empty + 8 * s);
+            // one step's products are under way while the next one's begin
+            asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+            if (step > 0) freed(step - 1);
         }
+        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++)
+#pragma unroll
+            for (int i = 0; i < WIDTH / 2; i++) asm volatile("" : "+f"(sums[c][i]) :: "memory");
         // all stages were read by all groups: their place is free
         asm volatile("bar.sync 1, %0;" :: "n"(CONSUMERS) : "memory");
         const int row = lane % 4 * 2, column = GATED ? warp * 8 + lane / 4 : warp * 16 + lane / 4;
@@ -202,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, BLOCKS) few_rows(co
             }
         asm volatile("bar.sync 1, %0;" :: "n"(CONSUMERS) : "memory");
     }
-    if (SPLIT > 1) {
+    if (CLUSTER > 1) {
         asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
         asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
     }
@@ -217,9 +261,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, BLOCKS) few_rows(co
             if (SPLIT > 1) {
 #pragma unroll
                 for (int s = 0; s < SPLIT; s++) {
-                    u32 there;
+                    const u32 there = of_block(shared(mine), member * SPLIT + s);
                     float2 more;
-                    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared(mine)), "r"(s));
                     asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
                                  : "=f"(more.x), "=f"(more.y) : "r"(there) : "memory");
                     sum.x += more.x, sum.y += more.y;

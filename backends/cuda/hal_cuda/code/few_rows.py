@@ -14,7 +14,7 @@ from hal.errors import HalError
 from hal.kernel import Site
 from hal.layout import Packed
 from hal_cuda.code.nvrtc import Function, Map, compiled, tensor_map
-from hal_cuda.few_rows import BOX, TILE, WIDTHS
+from hal_cuda.few_rows import BOX, TILE, WIDEST, WIDTHS
 
 Call = Callable[..., Any]
 FILE = "few_rows.cu"
@@ -36,10 +36,9 @@ class Args(ctypes.Structure):
 
 def width(rows: int) -> tuple[int, int]:
     """Rows in one instruction, and how many of these are needed."""
-    for one in WIDTHS:
-        if rows <= one:
-            return one, 1
-    return WIDTHS[-1], -(-rows // WIDTHS[-1])
+    held = next(w for w in WIDTHS if rows <= w)
+    one = min(held, WIDEST)
+    return one, held // one
 
 
 def weight_map(weight: Tensor, groups: int, gated: bool) -> Map:
@@ -57,7 +56,7 @@ class Product:
     """``x [rows, K]`` times a weight ``[N, K]`` into ``out [rows, N]``.
 
     Gated: the weight is ``[gate; up]``, and out is ``silu(x gate.T) * (x up.T)``. ``settings``: by
-    width, GROUPS, SPLIT, STAGES and BOXES of the launch; PDL. Code is compiled for a width when it first comes.
+    width, GROUPS, SPLIT, SHARE, STAGES and BOXES of the launch; PDL. Code is compiled for a width when it first comes.
     """
 
     def __init__(self, weight: Tensor, settings: Mapping[str, Any], arch: str, gated: bool = False) -> None:
@@ -75,27 +74,28 @@ class Product:
         """Compile for so many rows; a device is not needed."""
         compiled(FILE, f"{self.arch}a", tuple(sorted(self.defines(*width(rows)).items())))
 
-    def _function(self, one: int, chunks: int) -> tuple[Function, int, Map]:
-        """The kernel for so many rows, its blocks, and the map of the weight."""
+    def _function(self, one: int, chunks: int) -> tuple[Function, int, int, Map]:
+        """The kernel for so many rows, its blocks, the rows of x that one of them reads, the map of the weight."""
         defines = self.defines(one, chunks)
-        groups, split, stages, boxes = (defines[name] for name in ("GROUPS", "SPLIT", "STAGES", "BOXES"))
+        names = ("GROUPS", "SPLIT", "SHARE", "STAGES", "BOXES")
+        groups, split, share, stages, boxes = (defines[name] for name in names)
         shared = stages * boxes * (TILE * groups + one * chunks) * BOX * 2 + SWIZZLE
         function = Function(
             FILE, "few_rows", f"{self.arch}a", defines,
-            threads=128 * groups + 32, cluster=split, shared=shared, overlaps=self.settings["PDL"],
+            threads=128 * groups + 32, cluster=split * share, shared=shared, overlaps=self.settings["PDL"],
         )  # fmt: skip
         columns = TILE * groups // (2 if self.gated else 1)
-        blocks = -(-self.outputs // columns) * split
-        return function, blocks, weight_map(self.weight, groups, self.gated)
+        blocks = -(-self.outputs // (columns * share)) * share * split
+        return function, blocks, one * chunks // share, weight_map(self.weight, groups, self.gated)
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
         rows, columns = x.shape
         one, chunks = width(rows)
-        function, blocks, weight = self._function(one, chunks)
+        function, blocks, own, weight = self._function(one, chunks)
         if x.data_ptr() % ALIGN or x.stride(0) * 2 % ALIGN:
             x = x.clone(memory_format=torch.contiguous_format)
         row = x.stride(0) if rows > 1 else columns
-        given = self._x_map(x.data_ptr(), (columns, rows), (row * 2,), (BOX, one * chunks))
+        given = self._x_map(x.data_ptr(), (columns, rows), (row * 2,), (BOX, own))
         function(blocks, Args(weight, given, out.data_ptr(), out.stride(0), rows))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -98,12 +98,18 @@ def embed(site: Site) -> Call:
     return whole if site.op.world == 1 else share
 
 
+def argmax(site: Site) -> Call:
+    return lambda logits: logits.argmax(-1)
+
+
 def sample(site: Site) -> Call:
+    greedy = site.parts["greedy"]
+
     def run(logits: Tensor, batch: Batch) -> Tensor:
         if logits.shape[0] == 0:
             return batch.slots.new_zeros(0, dtype=torch.int64)
         if batch.host.greedy:
-            return logits.argmax(-1)  # of equal logits the first
+            return cast(Tensor, greedy(logits))
         # stable: of equal logits the lower id comes first
         ordered, ids = logits.float().sort(dim=-1, descending=True, stable=True)
         heat = batch.temperature[:, None]

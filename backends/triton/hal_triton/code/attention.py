@@ -18,7 +18,7 @@ from hal.batch import Batch
 from hal.formats import Encoded, Quantized
 from hal.kernel import Site
 from hal_triton.code.parts import begin
-from hal_triton.needs import cdiv, launched, next_power_of_2
+from hal_triton.needs import launched, next_power_of_2
 
 Call = Callable[..., Any]
 LOG2_E = 1.4426950408889634
@@ -69,10 +69,14 @@ def _encoded(value, scale_ptr, limit, like: tl.constexpr, ENCODE: tl.constexpr):
 def decode_kernel(
     q_ptr, kv_ptr, slots_ptr, lengths_ptr, table_ptr, mixed_ptr, tops_ptr, totals_ptr, scale,
     q_row, q_head, kv_page, kv_side, kv_cell, kv_head, table_row,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    gate_ptr, out_ptr, scale_ptr, limit, gate_row, gate_head,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, ALONE: tl.constexpr,
+    ENCODE: tl.constexpr, GROUP_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, KV head; split): partial sums ``[rows, KV_HEADS, splits, GROUP, HEAD_DIM]``."""
+    """Program (row, KV head; split): partial sums ``[rows, KV_HEADS, splits, GROUP, HEAD_DIM]``.
+
+    ALONE: of one split the sums are whole, and go out times sigmoid(gate).
+    """
     begin(PDL)
     row, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     split, splits = tl.program_id(1), tl.num_programs(1)
@@ -84,6 +88,13 @@ def decode_kernel(
     top = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_BLOCK], tl.float32)
     partial = (tl.program_id(0).to(tl.int64) * splits + split) * GROUP + member
+    if ALONE:
+        gates = row.to(tl.int64) * gate_row + (head * GROUP + member) * gate_head
+        gate = tl.load(gate_ptr + gates[:, None] + column[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+        out_ptr += tl.program_id(0).to(tl.int64) * (GROUP * HEAD_DIM) + member[:, None] * HEAD_DIM + column[None, :]
+        if start >= stop:
+            zero = tl.zeros([GROUP_BLOCK, HEAD_DIM], tl.float32)
+            tl.store(out_ptr, zero.to(out_ptr.dtype.element_ty), mask=inside[:, None])
     if start < stop:
         at = row.to(tl.int64) * q_row + (head * GROUP + member) * q_head
         q = tl.load(q_ptr + at[:, None] + column[None, :], mask=inside[:, None], other=0.0)
@@ -100,9 +111,15 @@ def decode_kernel(
             q, top, total, mixed, kv_ptr, table_ptr, position, whole, stop, scale, kv_page, kv_side, kv_cell,
             True, PAGE, HEAD_DIM, BLOCK_N,
         )  # fmt: skip
-        tl.store(mixed_ptr + partial[:, None] * HEAD_DIM + column[None, :], mixed, mask=inside[:, None])
-    tl.store(tops_ptr + partial, top, mask=inside)
-    tl.store(totals_ptr + partial, total, mask=inside)
+        if ALONE:
+            value = mixed / tl.where(total > 0, total, 1.0)[:, None] * tl.sigmoid(gate)
+            value = _encoded(value, scale_ptr, limit, gate_ptr.dtype.element_ty, ENCODE)
+            tl.store(out_ptr, value.to(out_ptr.dtype.element_ty), mask=inside[:, None])
+        else:
+            tl.store(mixed_ptr + partial[:, None] * HEAD_DIM + column[None, :], mixed, mask=inside[:, None])
+    if not ALONE:
+        tl.store(tops_ptr + partial, top, mask=inside)
+        tl.store(totals_ptr + partial, total, mask=inside)
 
 
 @triton.jit
@@ -201,17 +218,23 @@ def decode(site: Site) -> Call:
         if not rows:
             return result.wrap(out)
         # of the rows alone, never of lengths
-        splits = max(1, min(most, next_power_of_2(cdiv(programs, rows * op.kv_heads))))
-        mixed = torch.empty((rows, op.heads, splits, op.head_dim), dtype=torch.float32, device=q.device)
-        tops, totals = torch.empty((2, rows, op.heads, splits), dtype=torch.float32, device=q.device)
+        splits = max(1, min(most, next_power_of_2(programs // (rows * op.kv_heads))))
+        partial = 0 if splits == 1 else rows
+        mixed = torch.empty((partial, op.heads, splits, op.head_dim), dtype=torch.float32, device=q.device)
+        tops, totals = torch.empty((2, partial, op.heads, splits), dtype=torch.float32, device=q.device)
+        # never read where nothing is encoded
+        scale_or = gate if result.scale is None else result.scale
         decode_kernel[(rows * op.kv_heads, splits)](
             q, kv, batch.slots, batch.kv_lengths, batch.page_table, mixed, tops, totals, scale,
             q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3),
-            batch.page_table.stride(0), KV_HEADS=op.kv_heads, GROUP=group, PAGE=op.page_size, HEAD_DIM=op.head_dim,
-            **launched(settings),
+            batch.page_table.stride(0), gate, out, scale_or, result.limit, gate.stride(0), gate.stride(1),
+            KV_HEADS=op.kv_heads, GROUP=group, PAGE=op.page_size, HEAD_DIM=op.head_dim, ALONE=splits == 1,
+            ENCODE=result.encode, **launched(settings),
         )  # fmt: skip
+        if splits == 1:
+            return result.wrap(out)
         join_kernel[(rows * op.heads, op.head_dim // block_d)](
-            mixed, tops, totals, gate, out, tops if result.scale is None else result.scale, result.limit, splits,
+            mixed, tops, totals, gate, out, scale_or, result.limit, splits,
             gate.stride(0), gate.stride(1), KV_HEADS=op.kv_heads, GROUP=group, HEAD_DIM=op.head_dim,
             SPLITS=splits, BLOCK_D=block_d, ENCODE=result.encode, **joining,
         )  # fmt: skip

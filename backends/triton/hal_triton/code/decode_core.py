@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from hal_triton.code.parts import moved
+from hal_triton.code.parts import begin, moved
 
 
 @triton.jit
@@ -109,7 +108,7 @@ def decode_kernel(
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
     VP: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, WORDS: tl.constexpr, ENCODE: tl.constexpr,
     SPLIT: tl.constexpr, BV: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, EVICT: tl.constexpr,
-    ONCE: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr = False,
+    ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid ``[rows * HEADS * SPLIT]``; ``work [rows, HEADS, 2, VP]`` holds a head's v and o."""
     PART: tl.constexpr = VP // SPLIT
@@ -120,8 +119,7 @@ def decode_kernel(
     row, head = (item // HEADS).to(tl.int64), item % HEADS
     slot = tl.load(slots_ptr + row).to(tl.int64)
     context = tl.load(contexts_ptr + row)
-    if PDL and not EARLY:
-        gdc_wait()
+    begin(PDL)
     live = slot >= 0
     held = live & (context > 0)
     key_head = head // GROUP
@@ -135,8 +133,6 @@ def decode_kernel(
     ahead = ()
     for d in tl.static_range(DEPTH):
         ahead = ahead + (block(state_ptr + d * BV * K, tile, first + d * BV + at, in_k, held & (d < BLOCKS), V, EVICT),)
-    if PDL and EARLY:
-        gdc_wait()
 
     x_ptr = qkv_ptr + row * qkv_row
     ring_ptr += slot * ring_slot
@@ -208,5 +204,3 @@ def decode_kernel(
         finish(o, z, norm, live, out_ptr, place, in_v, scale_ptr, eps, limit, V, KIND, ENCODE)
     else:
         finish(part, z, norm, live, out_ptr, place, in_v, scale_ptr, eps, limit, V, KIND, ENCODE)
-    if PDL:
-        gdc_launch_dependents()

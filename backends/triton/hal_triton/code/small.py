@@ -1,4 +1,4 @@
-"""Activation, encoder, gated norm and embedding: each element is read once and written once."""
+"""Activation, encoder, gated norm, embedding, argmax: each element is read once and written once."""
 
 from __future__ import annotations
 
@@ -97,6 +97,31 @@ def embed_kernel(
     tl.store(residual_ptr + row * HIDDEN + column, tl.zeros_like(value), mask=inside)
 
 
+@triton.jit
+def argmax_kernel(
+    x_ptr, best_ptr, x_row, COLUMNS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """``best [rows, PIECES]``: value, then place from the end, as one number that compares as both do."""
+    begin(PDL)
+    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = piece * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * x_row + column, mask=column < COLUMNS, other=float("-inf")).to(tl.float32)
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # no -0
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    order = tl.where(x != x, 0x7FFFFFFF, order)
+    last = tl.where(column < COLUMNS, 0x7FFFFFFF - column, -1)
+    tl.store(best_ptr + row * PIECES + piece, tl.max((order.to(tl.int64) << 32) + last, 0))
+
+
+@triton.jit
+def first_kernel(best_ptr, out_ptr, PIECES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """The place of the best of ``best [rows, PIECES]``."""
+    begin(PDL)
+    row, piece = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    best = tl.load(best_ptr + row * PIECES + piece, mask=piece < PIECES, other=-(2**63))
+    tl.store(out_ptr + row, 0x7FFFFFFF - (tl.max(best, 0) & 0x7FFFFFFF))
+
+
 class Output:
     """Where a kernel writes: an empty tensor of the edge's format, and what encoding takes."""
 
@@ -174,5 +199,24 @@ def embed(site: Site) -> Call:
                 ids, weight, out, residual, first, VOCAB=op.vocab, HIDDEN=op.hidden, **launched(site.settings)
             )
         return out, residual
+
+    return run
+
+
+def argmax(site: Site) -> Call:
+    columns, settings = site.op.vocab, site.settings
+    pieces = triton.cdiv(columns, settings["BLOCK"])
+    last = launched({"BLOCK": triton.next_power_of_2(pieces), "PDL": settings["PDL"], "num_warps": 1})
+
+    def run(logits: Tensor) -> Tensor:
+        rows = logits.shape[0]
+        out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        if rows:
+            best = torch.empty((rows, pieces), dtype=torch.int64, device=logits.device)
+            argmax_kernel[(rows, pieces)](
+                logits, best, logits.stride(0), COLUMNS=columns, PIECES=pieces, **launched(settings)
+            )
+            first_kernel[(rows,)](best, out, PIECES=pieces, **last)
+        return out
 
     return run
