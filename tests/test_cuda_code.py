@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from hal_cuda.code import nvrtc
+from hal_cuda.code import few_rows, nvrtc
 from hal_cuda.code.gated_delta import Args, decode
+from hal_cuda.few_rows import WIDTHS, tiles
 from hal_cuda.gated_delta import ARCHS, DecodeCluster, DecodeWhole
 
 import hal
@@ -98,8 +99,41 @@ def test_what_does_not_compile_says_so() -> None:
         nvrtc.compiled("decode_core.cu", "sm_90", (("HEADS", 4),))
 
 
-def test_the_arguments_are_those_that_the_code_reads_in_its_order() -> None:
-    source = (nvrtc.HERE / "decode_core.cu").read_text()
+WEIGHTS = {  # outputs, columns, gated: every shape of launch that the settings make
+    "layers of the 4B model": (12352, 2560, False),
+    "few rows of the weight": (2560, 9216, False),
+    "a head": (248320, 2560, False),
+    "gate and up": (9216, 2560, True),
+    "an odd width, a part of a box": (193, 72, False),
+    "one box": (8, 8, True),
+}
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_products_with_few_rows_compile(name: str) -> None:
+    outputs, columns, gated = WEIGHTS[name]
+    weight = torch.empty(outputs * (2 if gated else 1), columns, dtype=torch.bfloat16, device="meta")
+    product = few_rows.Product(weight, tiles(outputs, columns, hal.load_device("h200"), gated), "sm_90", gated)
+    for rows in WIDTHS:
+        product.compile(rows)
+
+
+def test_a_launch_fits_a_multiprocessor_of_any_device() -> None:
+    for small in (99 * 1024, 227 * 1024):
+        device = hal.load_device("h200").replaced(shared_bytes=small)
+        for outputs, columns, gated in WEIGHTS.values():
+            settings = tiles(outputs, columns, device, gated)
+            for rows in WIDTHS:
+                launch = settings[str(rows)]
+                stage = (64 * launch["GROUPS"] + rows) * 128 * launch["BOXES"]
+                assert launch["STAGES"] >= 2
+                assert launch["STAGES"] * stage + 2 * 1024 <= small
+
+
+@pytest.mark.parametrize(("file", "given_to"), [("decode_core.cu", Args), ("few_rows.cu", few_rows.Args)])
+def test_the_arguments_are_those_that_the_code_reads_in_its_order(file: str, given_to: Any) -> None:
+    source = (nvrtc.HERE / file).read_text()
     body = re.search(r"struct Args \{(.*?)\};", source, re.DOTALL)
     assert body
     read: list[tuple[str, int]] = []
@@ -107,6 +141,7 @@ def test_the_arguments_are_those_that_the_code_reads_in_its_order() -> None:
         kind, *names = re.findall(r"\*?\s*\w+", line.replace("const", "").strip()) or [""]
         for name in names:
             pointer = "*" in name or "*" in line
-            read.append((name.strip("* "), 8 if pointer or kind.strip() == "i64" else 4))
-    given = [(name, getattr(Args, name).size) for name, _ in Args._fields_]
+            size = {"i64": 8, "Map": 128}.get(kind.strip(), 4)
+            read.append((name.strip("* "), 8 if pointer else size))
+    given = [(name, getattr(given_to, name).size) for name, _ in given_to._fields_]
     assert given == read
