@@ -16,6 +16,8 @@ from hal_models.engine import Engine, Request
 from hal_models.made_up import fill
 from hal_models.qwen3_5.config import configure
 from hal_models.qwen3_5.model import Qwen35
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as profiler
 
 import hal
 
@@ -65,8 +67,13 @@ def main() -> None:
         engine = Engine(model, slots=1, pages=pages, chunk=args.long)
         prompt = torch.randint(1000, 200000, (1, args.long), generator=generator).tolist()
         seconds(engine, prompt, 1)
-        rows.append({"prefill": args.long, "ms": min(seconds(engine, prompt, 1) for _ in range(3)) * 1e3})
-        print(rows[-1], flush=True)
+        row = {"prefill": args.long, "ms": min(seconds(engine, prompt, 1) for _ in range(3)) * 1e3}
+        print(row, flush=True)
+        if args.profile:
+            with profiler(activities=[ProfilerActivity.CUDA]) as found:
+                seconds(engine, prompt, 1)
+            row["step"] = by_kernel(found, 1)
+        rows.append(row)
     if args.out:
         facts = {name: runtime.device.value(name) for name in ("name", "arch", "driver", "cuda", "torch", "triton")}
         args.out.write_text(
@@ -75,10 +82,7 @@ def main() -> None:
 
 
 def profile(engine: Engine, prompts: list[list[int]], steps: int = 8) -> dict[str, Any]:
-    """What the kernels of a decode step take, by name: launches and microseconds a step, the longest first."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiler
-
+    """What the kernels of a decode step take."""
     for prompt in prompts:
         engine.add(Request(prompt, steps + 4))
     while any(s.done == 0 for s in engine._running) or not engine._running:
@@ -88,8 +92,13 @@ def profile(engine: Engine, prompts: list[list[int]], steps: int = 8) -> dict[st
             engine.step()
     while engine._running:
         engine.step()
+    # one of the steps may have been under way already
+    return by_kernel(found, next(e.count for e in found.key_averages() if "embed" in e.key))
+
+
+def by_kernel(found: profiler, steps: int) -> dict[str, Any]:
+    """Launches and microseconds a step by kernel, the longest first."""
     events = [e for e in found.key_averages() if e.self_device_time_total]
-    steps = next(e.count for e in events if "embed" in e.key)  # one of them may be under way already
     kernels = [
         {"kernel": e.key[:90], "launches": e.count / steps, "us": e.self_device_time_total / steps} for e in events
     ]

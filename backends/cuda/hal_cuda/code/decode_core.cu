@@ -199,9 +199,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_core(const 
     const i64 place = row * (HEADS * V) + head * V + first;
     if (SPLIT > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
     if (PDL) {
-        // the next kernel may take what room there is; its own wait is for the end of this one
-        asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
         asm volatile("griddepcontrol.wait;" ::: "memory");
+        asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     }
     if (slot < 0) {  // the whole cluster agrees
         for (int c = tid; c < PART; c += THREADS) put(p, place + c, 0.0f);

