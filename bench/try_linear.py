@@ -14,13 +14,11 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from hal_cuda.code.few_rows import Product, shared_bytes
-from hal_cuda.few_rows import BOX, FEW, dozens, few
+from hal_cuda.code.few_rows import Product, width
 from hal_triton.code.linear import product_few, product_one
 from hal_triton.linear import few_settings, one_settings
 
@@ -37,30 +35,26 @@ DEVICE = hal.load_device("h200")
 SECONDS = float(sys.argv[1]) if len(sys.argv) > 1 else 200.0
 START = time.perf_counter()
 Settings = dict[str, Any]
-SHARED = 226 * 1024
+SHARED = 227 * 1024
 
 
 def variants(name: str, rows: int, n: int, k: int) -> list[Settings]:
-    """Launches worth trying, what is chosen first."""
-    gated, steps = name == "mlp", -(-k // BOX)
-    outputs = n // 2 if gated else n
-    make = few if rows <= FEW[-1] else dozens
-    chosen = {int(most): launch for most, launch in make(outputs, k, DEVICE, gated).items() if most != "PDL"}
-    found = [next(launch for most, launch in chosen.items() if rows <= most)]
-    for split, stages, groups in product((1,) if gated else (1, 2, 4, 8), (3, 4, 6, 8), (1, 2)):
-        each = -(-steps // split)
-        launch = {**found[0], "SPLIT": split, "STAGES": stages}
-        if launch["LONG"]:
-            tile = -(-n // (132 // split * 16)) * 16
-            width = 32 if tile % 32 == 0 else 16
-            launch |= {"WIDTH": width, "CHUNKS": tile // width}
-            if tile > 256:
-                continue
-        else:
-            launch["GROUPS"] = groups
-        size = shared_bytes(launch)
-        if size <= SHARED and each * (split - 1) < steps and stages <= each + 2 and launch not in found:
-            found.append(launch)
+    """Launches worth trying: GROUPS, SPLIT, STAGES, BOXES."""
+    one, chunks = width(rows)
+    held = one * chunks
+    small = n < 6000
+    found = []
+    for groups in (1, 2) if held < 128 else (2, 4):
+        for split in (1,) if name in ("mlp", "head") else (2, 4, 8) if small else (1, 2):
+            for stages, boxes in ((4, 1), (6, 1), (8, 1), (3, 2), (4, 2)):
+                size = stages * boxes * (64 * groups + held) * 128 + 1024
+                steps = -(-k // (64 * boxes))
+                each = -(-steps // split)
+                if size > SHARED or each * (split - 1) >= steps or (split > 1 and stages > each + 2):
+                    continue
+                if held * ((32 if name == "mlp" else 64) * groups + 4) * 4 > size - 1024:
+                    continue
+                found.append({"GROUPS": groups, "SPLIT": split, "STAGES": stages, "BOXES": boxes, "BLOCKS": 1})
     return found
 
 
@@ -158,7 +152,9 @@ def compile_all(shape: Shape, rows: list[int]) -> None:
     """All variants of a shape, in threads."""
 
     def work(item: tuple[int, Settings]) -> None:
-        Product(shape.weights[0], {item[0]: item[1]}, True, "sm_90", shape.gated).compile(item[0])
+        one, chunks = width(item[0])
+        settings = {str(one * chunks): item[1], "PDL": True}
+        Product(shape.weights[0], settings, "sm_90", shape.gated).compile(item[0])
 
     wanted = [(r, v) for r in rows for v in variants(shape.name, r, shape.n, shape.k)]
     with ThreadPoolExecutor(16) as pool:
@@ -183,7 +179,7 @@ def main() -> None:
             print(f"M {r:3} floor {result['floor_us']:7.2f}", flush=True)
             tried = result["variants"]
             for v in [*tried[:5], *[t for t in tried[5:] if t["kernel"] != "cuda" or t["wrong"]][:4]]:
-                words = " ".join(f"{a}={b}" for a, b in v["settings"].items()) if v["kernel"].startswith("cuda") else ""
+                words = " ".join(f"{a}={b}" for a, b in v["settings"].items()) if v["kernel"] == "cuda" else ""
                 print(f"      +{v['over_us']}  {v['kernel']} {words} {v['wrong']}", flush=True)
             about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
             Path(os.environ.get("OUT", "."), "linear.json").write_text(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hal_cuda.code import few_rows, nvrtc
 from hal_cuda.code.gated_delta import Args, decode
-from hal_cuda.few_rows import dozens, few
+from hal_cuda.few_rows import WIDTHS, tiles
 from hal_cuda.gated_delta import ARCHS, DecodeCluster, DecodeWhole
 
 import hal
@@ -109,21 +109,13 @@ WEIGHTS = {  # outputs, columns, gated: every shape of launch that the settings 
 }
 
 
-def made(outputs: int, columns: int, device: hal.Device, gated: bool) -> dict[int, dict[str, int]]:
-    """All launches for a weight, by most rows."""
-    found = {**few(outputs, columns, device, gated), **dozens(outputs, columns, device, gated)}
-    return {int(most): launch for most, launch in found.items() if most != "PDL"}
-
-
 @needs_nvrtc
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_products_with_few_rows_compile(name: str) -> None:
     outputs, columns, gated = WEIGHTS[name]
     weight = torch.empty(outputs * (2 if gated else 1), columns, dtype=torch.bfloat16, device="meta")
-    launches = made(outputs, columns, hal.load_device("h200"), gated)
-    product = few_rows.Product(weight, launches, True, "sm_90", gated)
-    assert list(launches) == [8, 16, 32, 64, 128]
-    for rows in launches:
+    product = few_rows.Product(weight, tiles(outputs, columns, hal.load_device("h200"), gated), "sm_90", gated)
+    for rows in WIDTHS:
         product.compile(rows)
 
 
@@ -131,10 +123,12 @@ def test_a_launch_fits_a_multiprocessor_of_any_device() -> None:
     for small in (99 * 1024, 227 * 1024):
         device = hal.load_device("h200").replaced(shared_bytes=small)
         for outputs, columns, gated in WEIGHTS.values():
-            for rows, launch in made(outputs, columns, device, gated).items():
+            settings = tiles(outputs, columns, device, gated)
+            for rows in WIDTHS:
+                launch = settings[str(rows)]
+                stage = (64 * launch["GROUPS"] + rows) * 128 * launch["BOXES"]
                 assert launch["STAGES"] >= 2
-                assert few_rows.shape(launch)[1] == rows
-                assert few_rows.shared_bytes(launch) + 1024 <= small
+                assert launch["STAGES"] * stage + 2 * 1024 <= small
 
 
 @pytest.mark.parametrize(("file", "given_to"), [("decode_core.cu", Args), ("few_rows.cu", few_rows.Args)])

@@ -1,16 +1,15 @@
 // A product with few rows, out [rows, N] = x [rows, K] . weight [N, K]^T, bounded by reading the weight once.
 //
-// A block takes TILE rows of the weight. One thread asks for tiles of it (TMA), STAGES of them under way, the
-// first before the wait for earlier kernels: none of these writes a weight. Groups of four warps multiply (wgmma,
-// whose one side is 64 rows of each group, whose other is CHUNKS times WIDTH). Up to 32 rows of x are the other
-// side, and blocks are many. More of them are the one side (LONG), and a block takes so many rows of the weight
-// that one for each multiprocessor is enough: x is then read less often. SPLIT blocks, a cluster, share K and add
-// up in shared memory, always in the same order. bfloat16, sums in float32.
+// A block takes TILE = 64 GROUPS rows of the weight. One thread asks for tiles of it (TMA), STAGES of them
+// under way, the first before the wait for earlier kernels: none of these writes a weight. Each group of four
+// warps multiplies its 64 rows of the weight with all of x (wgmma; the weight is the long side). SPLIT blocks,
+// a cluster, share K and add up in shared memory, always in the same order. bfloat16, sums in float32.
 //
 // GATED: the weight is [gate; up], N of each, and out is silu(x gate^T) * (x up^T). A thread has both, for 8
 // rows of gate and 8 of up lie one after the other in shared memory.
 //
-// The launcher defines N, K, LONG, WIDTH (8, 16 or 32), CHUNKS, GROUPS, SPLIT, STAGES, GATED and PDL.
+// The launcher defines N, K, WIDTH (rows of x in one instruction: 8, 16, 32, 64), CHUNKS of WIDTH, GROUPS,
+// SPLIT, STAGES, BOXES (of 64 elements of K, in a stage), GATED, PDL and BLOCKS (at once on a multiprocessor).
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -29,18 +28,17 @@ struct Args {
 };
 
 constexpr int ROW = 128;                       // bytes of a row of a box: 64 elements of K, what the swizzle spans
-constexpr int TILE = LONG ? WIDTH * CHUNKS : 64 * GROUPS;  // rows of the weight
-constexpr int ROWS = LONG ? 64 * GROUPS : WIDTH * CHUNKS;  // of x
+constexpr int TILE = 64 * GROUPS;
+constexpr int ROWS = WIDTH * CHUNKS;           // of x
 constexpr int COLUMNS = GATED ? TILE / 2 : TILE;  // of out, of this block
-constexpr int WEIGHT = TILE * ROW, X = ROWS * ROW, STAGE = WEIGHT + X;  // bytes
-constexpr int STEPS = (K + 63) / 64;
+constexpr int WEIGHT = TILE * ROW, X = ROWS * ROW, STAGE = BOXES * (WEIGHT + X);  // bytes
+constexpr int STEPS = (K + 64 * BOXES - 1) / (64 * BOXES);
 constexpr int EACH = (STEPS + SPLIT - 1) / SPLIT;  // steps of a block
 constexpr int CONSUMERS = 128 * GROUPS;
 constexpr int PITCH = COLUMNS + 4;             // floats of a row of x in the exchange: rows start in other banks
 static_assert(ROWS * PITCH * 4 <= STAGES * STAGE, "the exchange takes the place of the stages");
 static_assert(EACH * (SPLIT - 1) < STEPS, "every block of a cluster has a share of K");
 static_assert(!GATED || (SPLIT == 1 && N % 8 == 0), "gate and up meet before they are added up");
-static_assert(!(GATED && LONG) || WIDTH % 16 == 0, "eight rows of gate, eight of up");
 
 __device__ __forceinline__ u32 shared(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
 
@@ -84,19 +82,22 @@ __device__ __forceinline__ u64 described(u32 at) {
 #define UPTO4 "%0,%1,%2,%3"
 #define UPTO8 UPTO4 ",%4,%5,%6,%7"
 #define UPTO16 UPTO8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define UPTO32 UPTO16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define SUM4(i) "+f"(sum[i]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3])
 #define SUM16(i) SUM4(i), SUM4(i + 4), SUM4(i + 8), SUM4(i + 12)
 #define MULTIPLY(width, sums, a, b) \
     "wgmma.mma_async.sync.aligned.m64n" width "k16.f32.bf16.bf16 {" sums "}, " a ", " b ", 1, 1, 1, 0, 0;"
 
-// sum += 64 rows of one side times WIDTH rows of the other, 16 elements of K.
-__device__ __forceinline__ void multiply(float (&sum)[WIDTH / 2], u64 own, u64 other) {
+// sum += 64 rows of the weight times WIDTH rows of x, 16 elements of K.
+__device__ __forceinline__ void multiply(float (&sum)[WIDTH / 2], u64 weight, u64 x) {
     if constexpr (WIDTH == 8)
-        asm volatile(MULTIPLY("8", UPTO4, "%4", "%5") : SUM4(0) : "l"(own), "l"(other));
+        asm volatile(MULTIPLY("8", UPTO4, "%4", "%5") : SUM4(0) : "l"(weight), "l"(x));
     else if constexpr (WIDTH == 16)
-        asm volatile(MULTIPLY("16", UPTO8, "%8", "%9") : SUM4(0), SUM4(4) : "l"(own), "l"(other));
+        asm volatile(MULTIPLY("16", UPTO8, "%8", "%9") : SUM4(0), SUM4(4) : "l"(weight), "l"(x));
+    else if constexpr (WIDTH == 32)
+        asm volatile(MULTIPLY("32", UPTO16, "%16", "%17") : SUM16(0) : "l"(weight), "l"(x));
     else
-        asm volatile(MULTIPLY("32", UPTO16, "%16", "%17") : SUM16(0) : "l"(own), "l"(other));
+        asm volatile(MULTIPLY("64", UPTO32, "%32", "%33") : SUM16(0), SUM16(16) : "l"(weight), "l"(x));
 }
 
 __device__ __forceinline__ u16 narrow(float x) {
@@ -107,7 +108,7 @@ __device__ __forceinline__ u16 narrow(float x) {
 
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
 
-extern "C" __global__ void __launch_bounds__(CONSUMERS + 32) few_rows(const __grid_constant__ Args p) {
+extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, BLOCKS) few_rows(const __grid_constant__ Args p) {
     extern __shared__ unsigned char raw[];
     __shared__ u64 full_[STAGES], empty_[STAGES];
     const u32 aligned = (shared(raw) + 1023) & ~1023, full = shared(full_), empty = shared(empty_);
@@ -129,14 +130,22 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32) few_rows(const __gr
             auto ask_weight = [&](int step) {
                 const int s = step % STAGES;
                 expect(full + 8 * s, STAGE);
-                if (GATED)
-                    load_pairs(aligned + s * STAGE, p.weight, (begin + step) * 64, first / 8, full + 8 * s, FIRST);
-                else
-                    load(aligned + s * STAGE, p.weight, (begin + step) * 64, first, full + 8 * s, FIRST);
+#pragma unroll
+                for (int b = 0; b < BOXES; b++) {
+                    const int k = ((begin + step) * BOXES + b) * 64;
+                    const u32 to = aligned + s * STAGE + b * WEIGHT;
+                    if (GATED)
+                        load_pairs(to, p.weight, k, first / 8, full + 8 * s, FIRST);
+                    else
+                        load(to, p.weight, k, first, full + 8 * s, FIRST);
+                }
             };
             auto ask_x = [&](int step) {
                 const int s = step % STAGES;
-                load(aligned + s * STAGE + WEIGHT, p.x, (begin + step) * 64, 0, full + 8 * s, LAST);
+#pragma unroll
+                for (int b = 0; b < BOXES; b++)
+                    load(aligned + s * STAGE + BOXES * WEIGHT + b * X, p.x, ((begin + step) * BOXES + b) * 64, 0,
+                         full + 8 * s, LAST);
             };
             const int ahead = steps < STAGES ? steps : STAGES;
             for (int step = 0; step < ahead; step++) ask_weight(step);
@@ -161,41 +170,30 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32) few_rows(const __gr
             for (int i = 0; i < WIDTH / 2; i++) sums[c][i] = 0;
         for (int step = 0; step < steps; step++) {
             const int s = step % STAGES;
-            const u32 weight = aligned + s * STAGE, x = weight + WEIGHT;
-            const u32 own = (LONG ? x : weight) + group * (64 * ROW), other = LONG ? weight : x;
+            const u32 weight = aligned + s * STAGE + group * (64 * ROW), x = aligned + s * STAGE + BOXES * WEIGHT;
             await(full + 8 * s, step / STAGES & 1);
             asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-            for (int k = 0; k < 4; k++)
+            for (int b = 0; b < BOXES; b++)
 #pragma unroll
-                for (int c = 0; c < CHUNKS; c++)
-                    multiply(sums[c], described(own + k * 32), described(other + c * (WIDTH * ROW) + k * 32));
+                for (int k = 0; k < 4; k++)
+#pragma unroll
+                    for (int c = 0; c < CHUNKS; c++)
+                        multiply(sums[c], described(weight + b * WEIGHT + k * 32),
+                                 described(x + b * X + c * (WIDTH * ROW) + k * 32));
             asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
             asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
             if (tid % 128 == 0) arrive(empty + 8 * s);
         }
         // all stages were read by all groups: their place is free
         asm volatile("bar.sync 1, %0;" :: "n"(CONSUMERS) : "memory");
-        // a thread has two elements each of two of its side's 64 rows, eight apart, for every eight of the other side
-        const int far = warp * 16 + lane / 4, near = lane % 4 * 2;
+        const int row = lane % 4 * 2, column = GATED ? warp * 8 + lane / 4 : warp * 16 + lane / 4;
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++)
 #pragma unroll
             for (int i = 0; i < WIDTH / 2; i += 4) {
+                float* at = exchange + (c * WIDTH + i * 2 + row) * PITCH + column;
                 const float* sum = sums[c] + i;
-                const int side = c * WIDTH + i * 2;
-                if (LONG) {
-                    if (GATED && i % 8) continue;
-                    float* at = exchange + far * PITCH + (GATED ? side / 2 : side) + near;
-                    if (GATED) {
-                        at[0] = silu(sum[0]) * sum[4], at[1] = silu(sum[1]) * sum[5];
-                        at[8 * PITCH] = silu(sum[2]) * sum[6], at[8 * PITCH + 1] = silu(sum[3]) * sum[7];
-                    } else {
-                        at[0] = sum[0], at[1] = sum[1], at[8 * PITCH] = sum[2], at[8 * PITCH + 1] = sum[3];
-                    }
-                    continue;
-                }
-                float* at = exchange + (side + near) * PITCH + (GATED ? warp * 8 + lane / 4 : far);
                 if (GATED) {
                     at[0] = silu(sum[0]) * sum[2], at[PITCH] = silu(sum[1]) * sum[3];
                 } else {

@@ -14,10 +14,9 @@ from hal.errors import HalError
 from hal.kernel import Site
 from hal.layout import Packed
 from hal_cuda.code.nvrtc import Function, Map, compiled, tensor_map
-from hal_cuda.few_rows import BOX
+from hal_cuda.few_rows import BOX, TILE, WIDTHS
 
 Call = Callable[..., Any]
-Launch = Mapping[str, int]
 FILE = "few_rows.cu"
 SWIZZLE = 1024  # bytes to which the stages are aligned
 ALIGN = 16  # bytes, of addresses and strides
@@ -35,69 +34,68 @@ class Args(ctypes.Structure):
     )
 
 
-def shape(launch: Launch) -> tuple[int, int]:
-    """Rows of the weight, and of x, that a block of this launch takes."""
-    one, other = 64 * launch["GROUPS"], launch["WIDTH"] * launch["CHUNKS"]
-    return (other, one) if launch["LONG"] else (one, other)
+def width(rows: int) -> tuple[int, int]:
+    """Rows in one instruction, and how many of these are needed."""
+    for one in WIDTHS:
+        if rows <= one:
+            return one, 1
+    return WIDTHS[-1], -(-rows // WIDTHS[-1])
 
 
-def shared_bytes(launch: Launch) -> int:
-    """Of a block, its alignment included."""
-    return launch["STAGES"] * sum(shape(launch)) * BOX * 2 + SWIZZLE
-
-
-def weight_map(weight: Tensor, rows: int, gated: bool) -> Map:
-    """Boxes of so many rows; gated: of eight rows of gate and eight of up in turn."""
-    whole, columns = weight.shape
+def weight_map(weight: Tensor, groups: int, gated: bool) -> Map:
+    """Boxes of 64 x groups rows; gated: of eight rows of gate and eight of up in turn, that many times four."""
+    rows, columns = weight.shape
     row = columns * 2
     if gated:
-        half = whole // 2
+        half = rows // 2
         return tensor_map(weight.data_ptr(), (columns, 8, 2, half // 8), (row, half * row, 8 * row),
-                          (BOX, 8, 2, rows // 16))  # fmt: skip
-    return tensor_map(weight.data_ptr(), (columns, whole), (row,), (BOX, rows))
+                          (BOX, 8, 2, 4 * groups))  # fmt: skip
+    return tensor_map(weight.data_ptr(), (columns, rows), (row,), (BOX, TILE * groups))
 
 
 class Product:
     """``x [rows, K]`` times a weight ``[N, K]`` into ``out [rows, N]``.
 
-    Gated: the weight is ``[gate; up]``, and out is ``silu(x gate.T) * (x up.T)``. ``launches``: by
-    the most rows, what the code is compiled with, when so many rows first come.
+    Gated: the weight is ``[gate; up]``, and out is ``silu(x gate.T) * (x up.T)``. ``settings``: by
+    width, GROUPS, SPLIT, STAGES and BOXES of the launch; PDL. Code is compiled for a width when it first comes.
     """
 
-    def __init__(self, weight: Tensor, launches: Mapping[int, Launch], pdl: bool, arch: str, gated: bool) -> None:
-        self.weight, self.launches, self.pdl, self.arch, self.gated = weight, launches, pdl, arch, gated
+    def __init__(self, weight: Tensor, settings: Mapping[str, Any], arch: str, gated: bool = False) -> None:
+        self.weight, self.settings, self.arch, self.gated = weight, settings, arch, gated
         self.outputs = weight.shape[0] // 2 if gated else weight.shape[0]
         self._function = cache(self._function)  # type: ignore[method-assign]
         self._x_map = lru_cache(64)(tensor_map)
 
-    def defines(self, most: int) -> dict[str, int]:
+    def defines(self, one: int, chunks: int) -> dict[str, int]:
         """What the code is compiled with, for so many rows."""
-        sizes = {"N": self.outputs, "K": self.weight.shape[1], "GATED": int(self.gated), "PDL": int(self.pdl)}
-        return {**self.launches[most], **sizes}
+        return {**self.settings[str(one * chunks)], "N": self.outputs, "K": self.weight.shape[1], "WIDTH": one,
+                "CHUNKS": chunks, "GATED": int(self.gated), "PDL": int(self.settings["PDL"])}  # fmt: skip
 
-    def compile(self, most: int) -> None:
+    def compile(self, rows: int) -> None:
         """Compile for so many rows; a device is not needed."""
-        compiled(FILE, f"{self.arch}a", tuple(sorted(self.defines(most).items())))
+        compiled(FILE, f"{self.arch}a", tuple(sorted(self.defines(*width(rows)).items())))
 
-    def _function(self, most: int) -> tuple[Function, int, int, Map]:
-        """The kernel for so many rows, its blocks, the rows of x that they read, the map of the weight."""
-        launch = self.launches[most]
-        tile, rows = shape(launch)
+    def _function(self, one: int, chunks: int) -> tuple[Function, int, Map]:
+        """The kernel for so many rows, its blocks, and the map of the weight."""
+        defines = self.defines(one, chunks)
+        groups, split, stages, boxes = (defines[name] for name in ("GROUPS", "SPLIT", "STAGES", "BOXES"))
+        shared = stages * boxes * (TILE * groups + one * chunks) * BOX * 2 + SWIZZLE
         function = Function(
-            FILE, "few_rows", f"{self.arch}a", self.defines(most),
-            threads=128 * launch["GROUPS"] + 32, cluster=launch["SPLIT"], shared=shared_bytes(launch),
-            overlaps=self.pdl,
+            FILE, "few_rows", f"{self.arch}a", defines,
+            threads=128 * groups + 32, cluster=split, shared=shared, overlaps=self.settings["PDL"],
         )  # fmt: skip
-        blocks = -(-self.outputs // (tile // 2 if self.gated else tile)) * launch["SPLIT"]
-        return function, blocks, rows, weight_map(self.weight, tile, self.gated)
+        columns = TILE * groups // (2 if self.gated else 1)
+        blocks = -(-self.outputs // columns) * split
+        return function, blocks, weight_map(self.weight, groups, self.gated)
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
         rows, columns = x.shape
-        function, blocks, held, weight = self._function(next(most for most in self.launches if rows <= most))
+        one, chunks = width(rows)
+        function, blocks, weight = self._function(one, chunks)
         if x.data_ptr() % ALIGN or x.stride(0) * 2 % ALIGN:
             x = x.clone(memory_format=torch.contiguous_format)
         row = x.stride(0) if rows > 1 else columns
-        given = self._x_map(x.data_ptr(), (columns, rows), (row * 2,), (BOX, held))
+        given = self._x_map(x.data_ptr(), (columns, rows), (row * 2,), (BOX, one * chunks))
         function(blocks, Args(weight, given, out.data_ptr(), out.stride(0), rows))
 
 
@@ -105,9 +103,7 @@ def _product(site: Site, memory: str, gated: bool = False) -> Callable[[Tensor],
     weight, arch = site.weight(memory, Packed()), str(site.runtime.device.value("arch"))
     if weight.data_ptr() % ALIGN:
         raise HalError(f"{site.op.title()}: {memory}: expected an address that is a multiple of {ALIGN} bytes")
-    settings = dict(site.settings)
-    pdl = settings.pop("PDL")
-    product = Product(weight, {int(most): launch for most, launch in settings.items()}, pdl, arch, gated)
+    product = Product(weight, site.settings, arch, gated)
 
     def run(x: Tensor) -> Tensor:
         out = torch.empty((x.shape[0], product.outputs), dtype=x.dtype, device=x.device)
