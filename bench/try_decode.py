@@ -59,8 +59,9 @@ def variants(rows: int, heads: int, kind: str) -> list[Variant]:
     def cuda(split: int, warps: int, most: int, ahead: int = 0, blocks: int = 1, pdl: bool = True) -> None:
         each = 128 // split // warps
         if each:
-            found.append(("cuda", {"SPLIT": split, "WARPS": warps, "ROWS": min(most, each), "PDL": pdl,
-                                   "AHEAD": int(ahead and each > most), "BLOCKS": blocks}))  # fmt: skip
+            launch = {"SPLIT": split, "WARPS": warps, "ROWS": min(most, each), "AHEAD": int(ahead and each > most),
+                      "BLOCKS": blocks}  # fmt: skip
+            found.append(("cuda", {"PDL": pdl, "more": launch}))
 
     if few:
         triton(16, 8, 1, 1, 1)

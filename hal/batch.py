@@ -113,6 +113,11 @@ class Batch:
             raise HalError(f"{key}: its plan did not see this batch; call runtime.begin(batch) each step") from None
 
     @property
+    def may_pad(self) -> bool:
+        """Whether a row may be padding. Of a decode batch the host cannot tell: a graph reads others' slots."""
+        return self.mode == "decode" or any(slot < 0 for slot in self.host.slots)
+
+    @property
     def sequences(self) -> int:
         return len(self.host.slots)
 
@@ -171,19 +176,21 @@ def make_batch(
     greedy = all(s.temperature == 0 for s in sampling)
     host = Host(tuple(lengths), tuple(contexts), tuple(slots), tuple(accepted) or (0,) * count, greedy)
     table = [list(row) for row in pages] or [[] for _ in lengths]
-    cells: list[int] = []
     for length, context, slot, row in zip(lengths, contexts, slots, table, strict=True):
-        for at in range(context, context + length):
-            if slot < 0 or not pages:
-                cells.append(-1)
-            elif at // page_size >= len(row):
-                raise HalError(f"batch: {context + length} tokens need more than {len(row)} pages of {page_size}")
-            else:
-                cells.append(row[at // page_size] * page_size + at % page_size)
-    rotary = [at for length, context in zip(lengths, contexts, strict=True) for at in range(context, context + length)]
-    padded = [slot < 0 for length, slot in zip(lengths, slots, strict=True) for _ in range(length)]
+        if pages and slot >= 0 and length and context + length > len(row) * page_size:
+            raise HalError(f"batch: {context + length} tokens need more than {len(row)} pages of {page_size}")
     picks = list(sampling) or [Sampling()] * count
     most = max((len(row) for row in table), default=0)
+    held = torch.tensor([row + [-1] * (most - len(row)) for row in table], dtype=torch.int64).reshape(count, most)
+    # of each token: its sequence, its place there
+    counts = torch.tensor(lengths, dtype=torch.int64)
+    sequence = torch.arange(count).repeat_interleave(counts)
+    place = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts - torch.tensor(contexts).long())[sequence]
+    padded = (torch.tensor(slots) < 0)[sequence]
+    cells = torch.full_like(place, -1)
+    if most:
+        page = held[sequence, (place // page_size).clamp_(max=most - 1)]
+        cells = torch.where(padded, -1, page * page_size + place % page_size)
 
     def ints(values: Sequence[Any], kind: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.tensor(values, dtype=kind, device=device)
@@ -199,10 +206,10 @@ def make_batch(
         cu_seqlens=ints([0, *ends]),
         contexts=ints(contexts),
         kv_lengths=ints(host.kv_lengths),
-        positions=ints(rotary, torch.int64) if positions is None else positions,
-        cells=ints(cells, torch.int64),
-        page_table=ints([row + [-1] * (most - len(row)) for row in table]).reshape(count, most),
-        padding=torch.tensor(padded, dtype=torch.bool, device=device),
+        positions=place.to(device) if positions is None else positions,
+        cells=cells.to(device),
+        page_table=held.to(device, torch.int32),
+        padding=padded.to(device),
         accepted=ints(host.accepted),
         temperature=floats([s.temperature for s in picks]),
         top_p=floats([s.top_p for s in picks]),

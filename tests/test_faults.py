@@ -35,11 +35,11 @@ def update(
         storages[name].seal()
 
     def run(q: Any, k: Any, v: Any, b: Any, a: Any, state: torch.Tensor) -> torch.Tensor:
-        qkv = torch.cat([torch.as_tensor(x, dtype=getattr(torch, dtype)).flatten() for x in (q, k, v)])[None]
+        mixed = tuple(torch.as_tensor(x, dtype=getattr(torch, dtype)).flatten()[None] for x in (q, k, v))
         gates = [torch.as_tensor(x, dtype=getattr(torch, dtype)).reshape(1, value_heads) for x in (b, a)]
         batch = hal.make_batch("decode", [1], [3], [0])
         runtime.begin(batch)
-        return bound(qkv, *gates, (state,), batch)  # type: ignore[no-any-return]
+        return bound(mixed, *gates, (state,), batch)  # type: ignore[no-any-return]
 
     return run, op
 
@@ -152,7 +152,7 @@ def test_padding_gives_zeros_and_moves_nothing_whatever_stands_there(decode: boo
     x[1] = float("nan")
     batch = hal.make_batch("decode" if decode else "prefill", [1, 1, 1], [4, 4, 4], [2, -1, 5])
     runtime.begin(batch)
-    out = bound(x, (pool,), batch)
+    out = torch.cat(bound(x, (pool,), batch), 1)
     assert torch.equal(out[1], torch.zeros_like(out[1]))
     assert torch.isfinite(out).all()
     for slot in (0, 1, 3, 4):

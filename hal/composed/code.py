@@ -36,7 +36,7 @@ def gated_delta(site: Site) -> Call:
         conv_state, delta_state = state
         mixed = update(conv(qkv, (conv_state,), batch), b, a, (delta_state,), batch)
         # rows of padding are zero so far; a gate that is NaN there must not change that
-        return norm(mixed, z.masked_fill(batch.padding[:, None], 0))
+        return norm(mixed, z.masked_fill(batch.padding[:, None], 0) if batch.may_pad else z)
 
     return run
 

@@ -73,6 +73,11 @@ class DeltaSizes:
         """The gated norm's plain weight over one head."""
         return (Param("norm", (self.value_head_dim,), self.dtype, "norm", init=(1.0, 0.1)),)
 
+    def mixed(self) -> Pack:
+        """q, k and v after the convolution ``[rows, heads * dim]``: views of one buffer, or apart."""
+        widths = (("q", self.key_dim), ("k", self.key_dim), ("v", self.value_dim))
+        return Pack("mixed", tuple(Arg(name, ("rows", n), Tensor(self.dtype), free=(0,)) for name, n in widths))
+
     def conv_state(self) -> State:
         return State("conv", (self.conv_dim, self.conv_width - 1), self.dtype, Shift())
 
@@ -228,21 +233,24 @@ class GatedDeltaDecode(_GatedDelta):
     @classmethod
     def cases(cls) -> Sequence[Case]:
         op = cls(key_heads=2, value_heads=4, key_head_dim=16, value_head_dim=8)
+        wide = replace(op, key_head_dim=64, value_head_dim=64)
         three = ((1, 1, 1), (1, 9, 2), (5, 0, 3))
         found = [Case(name, o, *three, mode="decode") for name, o in _ratios(op)]
         for variant in ("no decay", "full decay", "zero keys"):
             found.append(Case(variant, op, *three, variant, "decode"))
         return [
             *found,
-            Case("head dim 64", replace(op, key_head_dim=64, value_head_dim=64), *three, mode="decode"),
+            Case("head dim 64", wide, *three, mode="decode"),
             Case("head dim 128", replace(op, key_head_dim=128, value_head_dim=128), *three, mode="decode"),
-            Case("first token", op, (1, 1), (0, 4), (1, 0), mode="decode"),
-            Case("padding", op, (1, 1, 1), (2, 0, 4), (2, -1, 5), "padding is nan", "decode"),
+            Case("first token", wide, (1, 1), (0, 4), (1, 0), mode="decode"),
+            Case("padding", wide, (1, 1, 1), (2, 0, 4), (2, -1, 5), "padding is nan", "decode"),
             Case("all padding", op, (1, 1), (0, 0), (-1, -1), mode="decode"),
-            Case("no rows", op, (), (), (), mode="decode"),
-            Case("bfloat16 state", replace(op, state_dtype="bfloat16"), *three, mode="decode"),
+            Case("no rows", wide, (), (), (), mode="decode"),
+            Case("bfloat16 state", replace(wide, state_dtype="bfloat16"), *three, mode="decode"),
             Case("float32", replace(op, dtype="float32", out=Tensor("float32")), *three, mode="decode"),
-            Case("to fp8", replace(op, out=STATIC_FP8), *three, mode="decode"),
+            Case("to fp8", replace(wide, out=STATIC_FP8), *three, mode="decode"),
+            Case("wide, no decay", wide, *three, "no decay", "decode"),
+            Case("wide, one to one", replace(wide, key_heads=4), *three, mode="decode"),
         ]
 
 
@@ -270,8 +278,8 @@ class GatedDeltaVerify(_GatedDelta):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CausalConv(DeltaSizes, Op[["torch.Tensor", "tuple[torch.Tensor, ...]", "Batch"], "torch.Tensor"]):
-    """The convolution with SiLU alone: ``qkv [rows, channels]``, decoding or whole sequences."""
+class CausalConv(DeltaSizes, Op[["torch.Tensor", "tuple[torch.Tensor, ...]", "Batch"], "tuple[torch.Tensor, ...]"]):
+    """The convolution with SiLU alone: ``qkv [rows, channels]`` to q, k and v, decoding or whole sequences."""
 
     decode: bool = False
 
@@ -282,7 +290,7 @@ class CausalConv(DeltaSizes, Op[["torch.Tensor", "tuple[torch.Tensor, ...]", "Ba
     def signature(self) -> Signature:
         form = Tensor(self.dtype)
         args = (Arg("qkv", ("rows", self.conv_dim), form, free=(0,)),)
-        return Signature(args, (Arg("value", ("rows", self.conv_dim), form),), state=True, batch=True)
+        return Signature(args, (self.mixed(),), state=True, batch=True)
 
     def params(self) -> tuple[Param, ...]:
         return self.conv_params()
@@ -303,7 +311,7 @@ class CausalConv(DeltaSizes, Op[["torch.Tensor", "tuple[torch.Tensor, ...]", "Ba
             for t in range(start, end):
                 out[t], c = self.conv_step(weight, c, problem.args["qkv"][t])
             conv[slot] = c
-        return (out,), {"conv": conv}
+        return out.split([self.key_dim, self.key_dim, self.value_dim], 1), {"conv": conv}
 
     @classmethod
     def cases(cls) -> Sequence[Case]:
@@ -311,6 +319,8 @@ class CausalConv(DeltaSizes, Op[["torch.Tensor", "tuple[torch.Tensor, ...]", "Ba
         one = replace(op, decode=True)
         return [
             Case("ragged", op, (3, 0, 1, 5), (0, 7, 2, 1), (4, 1, 6, 2), mode="prefill"),
+            Case("long", op, (70, 3), (5, 0), (1, 0), mode="prefill"),
+            Case("padding among sequences", op, (2, 3, 2), (1, 0, 4), (1, -1, 0), mode="prefill"),
             Case("decode", one, (1, 1, 1), (1, 9, 0), (5, 0, 3), mode="decode"),
             Case("padding", one, (1, 1), (1, 9), (5, -1), mode="decode"),
             Case("no rows", one, (), (), (), mode="decode"),
@@ -320,9 +330,12 @@ class CausalConv(DeltaSizes, Op[["torch.Tensor", "tuple[torch.Tensor, ...]", "Ba
 @dataclass(frozen=True, kw_only=True)
 class GatedDeltaUpdate(
     DeltaSizes,
-    Op[["torch.Tensor", "torch.Tensor", "torch.Tensor", "tuple[torch.Tensor, ...]", "Batch"], "torch.Tensor"],
+    Op[
+        ["tuple[torch.Tensor, ...]", "torch.Tensor", "torch.Tensor", "tuple[torch.Tensor, ...]", "Batch"],
+        "torch.Tensor",
+    ],
 ):
-    """The delta rule alone: qkv after the convolution, b and a as projected; ``o [rows, value_heads, V]``."""
+    """The delta rule alone: q, k, v after the convolution, b and a as projected; ``o [rows, value_heads, V]``."""
 
     decode: bool = False
 
@@ -334,7 +347,7 @@ class GatedDeltaUpdate(
         form = Tensor(self.dtype)
         heads = ("rows", self.value_heads)
         args = (
-            Arg("qkv", ("rows", self.conv_dim), form, free=(0,)),
+            self.mixed(),
             Arg("b", heads, form, free=(0,)),
             Arg("a", heads, form, free=(0,)),
         )
@@ -350,14 +363,15 @@ class GatedDeltaUpdate(
         import torch
 
         args = problem.args
+        qkv = torch.cat([args[name] for name in ("q", "k", "v")], 1)
         delta = problem.states["delta"].clone()
-        out = args["qkv"].new_zeros((args["qkv"].shape[0], self.value_heads, self.value_head_dim))
+        out = qkv.new_zeros((qkv.shape[0], self.value_heads, self.value_head_dim))
         for _, slot, context, start, end in sequences(problem.batch):
             if slot < 0:
                 continue
             s = delta[slot] if context else torch.zeros_like(delta[slot])
             for t in range(start, end):
-                out[t], s = self.delta_step(problem.params, s, args["qkv"][t], args["b"][t], args["a"][t])
+                out[t], s = self.delta_step(problem.params, s, qkv[t], args["b"][t], args["a"][t])
             delta[slot] = s
         return (out,), {"delta": delta}
 

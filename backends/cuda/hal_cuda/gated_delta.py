@@ -25,21 +25,25 @@ NEEDS: tuple[Requirement, ...] = (
 )
 DIMS = (64, 128)
 CONV_WIDTH = 4
-WAVES = 2  # heads a compute unit up to which a head is split
+WAVES = 1  # heads a compute unit up to which a head is split
+CROWD = 4  # heads a compute unit from which blocks are small, for more of them at once
+MOST = 8  # rows of the state that a warp holds: more of them measured no faster
 
 
-def launch(op: GatedDeltaDecode, device: Device, split: int, warps: int) -> Mapping[str, Any]:
-    """Launch settings: ``split`` blocks a head, of so many warps, each with ROWS rows of the state at a time."""
+def launch(op: GatedDeltaDecode, split: int, warps: int, crowd: bool = False) -> Mapping[str, int]:
+    """``split`` blocks a head, of so many warps, each with ROWS rows of the state at a time.
+
+    The next rows are asked for ahead; a crowd of bfloat16 states has enough under way without.
+    """
     rows = op.value_head_dim // split // warps
-    most = 8 if op.state_dtype == "float32" else 16
-    ahead = rows > most
+    plain = crowd and op.state_dtype == "bfloat16"
+    ahead = rows > MOST and not plain
     return {
         "SPLIT": split,
         "WARPS": warps,
-        "ROWS": min(rows, most),
-        "AHEAD": ahead,
-        "BLOCKS": 1,
-        "PDL": device.value("pdl") is True,
+        "ROWS": min(rows, MOST),
+        "AHEAD": int(ahead),
+        "BLOCKS": 8 if plain else 1,
     }
 
 
@@ -72,10 +76,15 @@ class _Decode(Kernel[Any]):
 
 @kernel("cuda.decode_whole", code=CODE)
 class DecodeWhole(_Decode, Kernel[GatedDeltaDecode]):
-    """A block of four warps a row and value head."""
+    """A block a row and value head: of eight warps while these are few, of four in a crowd."""
 
     def settings(self, op: GatedDeltaDecode, device: Device) -> Mapping[str, Any]:
-        return launch(op, device, 1, 4)
+        units = device.value("compute_units")
+        few = CROWD * units // op.value_heads if isinstance(units, int) else 0
+        found: dict[str, Any] = {"PDL": device.value("pdl") is True}
+        if few:
+            found[str(few)] = launch(op, 1, 8)
+        return {**found, "more": launch(op, 1, 4, crowd=True)}
 
 
 @kernel("cuda.decode_cluster", code=CODE)
@@ -92,4 +101,4 @@ class DecodeCluster(_Decode, Kernel[GatedDeltaDecode]):
         return (1, max(1, WAVES * units // op.value_heads if isinstance(units, int) else 1))
 
     def settings(self, op: GatedDeltaDecode, device: Device) -> Mapping[str, Any]:
-        return launch(op, device, 4, 4)
+        return {"PDL": device.value("pdl") is True, "more": launch(op, 4, 4)}

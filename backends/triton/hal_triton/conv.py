@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import gcd
 from typing import Any, ClassVar
 
 from hal.device import Device
@@ -24,4 +25,8 @@ class TritonCausalConv(Kernel[CausalConv]):
         return {"conv": (Ring(op.conv_width),)}
 
     def settings(self, op: CausalConv, device: Device) -> Mapping[str, Any]:
-        return {"TOKENS": 1 if op.decode else 16, "CHANNELS": 256, "num_warps": 4}
+        # a program's channels are of q, of k or of v; a thread moves 16 bytes
+        whole = gcd(op.key_dim, op.value_dim)
+        channels = min(1024, whole & -whole)
+        rows = {"TOKENS": 1, "AT_ONCE": 1} if op.decode else {"TOKENS": 32, "AT_ONCE": 8}
+        return {**rows, "CHANNELS": channels, "num_warps": max(1, channels // 256)}

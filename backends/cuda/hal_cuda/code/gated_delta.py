@@ -35,8 +35,10 @@ class Args(ctypes.Structure):
 
 
 def decode(site: Site) -> Callable[..., Any]:
-    """SPLIT blocks, a cluster, for a row and value head."""
-    op, settings, layout = site.op, site.settings, site.layouts["conv"]
+    """SPLIT blocks, a cluster, for a row and value head; settings by the most rows, the last for any more."""
+    op, settings, layout = site.op, dict(site.settings), site.layouts["conv"]
+    pdl = bool(settings.pop("PDL"))
+    launches = [(int(most) if most != "more" else None, launch) for most, launch in settings.items()]
     assert isinstance(layout, Ring)
     weight, small = site.weight("conv_weight", Packed()), [site.weight(n) for n in ("A_log", "dt_bias", "norm")]
     if weight.data_ptr() % WORD:
@@ -45,7 +47,6 @@ def decode(site: Site) -> Callable[..., Any]:
     kind = getattr(torch, op.out.value if encode else op.dtype)
     scale = site.scales["out"] if encode else small[0]
     limit = op.out.limit if encode else 0.0
-    split, warps = settings["SPLIT"], settings["WARPS"]
     sizes = {
         "KEY_HEADS": op.key_heads,
         "HEADS": op.value_heads,
@@ -58,14 +59,15 @@ def decode(site: Site) -> Callable[..., Any]:
     arch = str(site.runtime.device.value("arch"))
 
     @cache
-    def function(aligned: bool) -> Function:
-        defines = {**{name: int(value) for name, value in settings.items()}, **sizes, "ALIGNED": int(aligned)}
+    def function(at: int, aligned: bool) -> Function:
+        launch = launches[at][1]
         return Function(
-            "decode_core.cu", "decode_core", arch, defines,
-            threads=32 * warps, cluster=split, overlaps=settings["PDL"],
+            "decode_core.cu", "decode_core", arch, {**launch, **sizes, "PDL": int(pdl), "ALIGNED": int(aligned)},
+            threads=32 * launch["WARPS"], cluster=launch["SPLIT"], overlaps=pdl,
         )  # fmt: skip
 
-    function(True)
+    for at in range(len(launches)):
+        function(at, True)
 
     def run(projected: tuple[Tensor, ...], state: tuple[Tensor, Tensor], batch: Batch) -> Any:
         (ring, delta), rows = state, projected[0].shape[0]
@@ -76,7 +78,8 @@ def decode(site: Site) -> Callable[..., Any]:
             tensors = (*projected, *(x.stride(0) for x in projected), batch.slots, batch.contexts, ring, delta,
                        ring.stride(0), delta.stride(0), weight, *small, out, scale)  # fmt: skip
             given = (x.data_ptr() if isinstance(x, Tensor) else x for x in tensors)
-            function(aligned)(rows * op.value_heads * split, Args(*given, op.eps, limit))
+            at = next(i for i, (most, _) in enumerate(launches) if most is None or rows <= most)
+            function(at, aligned)(rows * op.value_heads * launches[at][1]["SPLIT"], Args(*given, op.eps, limit))
         return Encoded(out, scale) if encode else out
 
     return run

@@ -216,11 +216,13 @@ def _planned(site: Site) -> Callable[[Batch], Grid]:
 def causal_conv(site: Site) -> Call:
     where, weight, layout = _planned(site), site.weight("conv_weight", Packed()), site.layouts["conv"]
 
-    def run(qkv: Tensor, state: tuple[Tensor], batch: Batch) -> Tensor:
+    widths = [site.op.key_dim, site.op.key_dim, site.op.value_dim]
+
+    def run(qkv: Tensor, state: tuple[Tensor], batch: Batch) -> tuple[Tensor, ...]:
         g = where(batch)
         spread = qkv.new_zeros(*g.real.shape, qkv.shape[1])
         spread[g.live] = convolved(qkv, state[0], weight, g, layout).to(qkv.dtype)
-        return g.collect(spread)
+        return tuple(g.collect(spread).split(widths, 1))
 
     return run
 
@@ -229,8 +231,8 @@ def delta_update(site: Site) -> Call:
     where, op, layout = _planned(site), site.op, site.layouts["delta"]
     a_log, dt_bias = site.weight("A_log"), site.weight("dt_bias")
 
-    def run(qkv: Tensor, b: Tensor, a: Tensor, state: tuple[Tensor], batch: Batch) -> Tensor:
-        g = where(batch)
+    def run(mixed: tuple[Tensor, ...], b: Tensor, a: Tensor, state: tuple[Tensor], batch: Batch) -> Tensor:
+        g, qkv = where(batch), torch.cat(mixed, 1)
         x, b_, a_ = (g.spread(t)[g.live] for t in (qkv, b, a))
         o = ruled(x, b_, a_, a_log, dt_bias, vk(state[0], layout), g, op)
         spread = qkv.new_zeros(*g.real.shape, *o.shape[2:])

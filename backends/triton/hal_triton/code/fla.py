@@ -49,24 +49,24 @@ def chunk(site: Site) -> Call:
 
     op, key = site.op, site.planned(runs)
     a_log, dt_bias = site.weight("A_log"), site.weight("dt_bias")
-    widths = [op.key_dim, op.key_dim, op.value_dim]
+    dims = (op.key_head_dim, op.key_head_dim, op.value_head_dim)
 
-    def run(qkv: Tensor, b: Tensor, a: Tensor, state: tuple[Tensor], batch: Batch) -> Tensor:
+    def run(mixed: tuple[Tensor, ...], b: Tensor, a: Tensor, state: tuple[Tensor], batch: Batch) -> Tensor:
         (pool,) = state
-        if not qkv.shape[0]:
-            return qkv.new_empty(0, op.value_heads, op.value_head_dim)
+        if not b.shape[0]:
+            return b.new_empty(0, op.value_heads, op.value_head_dim)
         plan: Runs = batch.planned(key)
-        # padding may hold anything, NaN too
-        real = ~batch.padding[:, None]
-        q, k, v = (torch.where(real, x, 0).unflatten(1, (-1, n))[None] for x, n in zip(
-            qkv.split(widths, 1), (op.key_head_dim, op.key_head_dim, op.value_head_dim), strict=True
-        ))  # fmt: skip
+        given = (*mixed, b, a)
+        if batch.may_pad:  # with anything, NaN too
+            given = tuple(torch.where(batch.padding[:, None], 0, x) for x in given)
+        q, k, v = (x.unflatten(1, (-1, n))[None] for x, n in zip(given[:3], dims, strict=True))
+        beta, gate = given[3][None].float().sigmoid(), given[4][None]
         out, final = chunk_gated_delta_rule(
             q,
             k,
             v,
-            g=torch.where(real, a, 0)[None],
-            beta=torch.where(real, b, 0)[None].float().sigmoid(),
+            g=gate,
+            beta=beta,
             initial_state=torch.where(plan.fresh, 0, pool[plan.slots].float()),
             output_final_state=True,
             use_qk_l2norm_in_kernel=True,
@@ -78,6 +78,6 @@ def chunk(site: Site) -> Call:
             state_v_first=True,
         )
         pool[plan.slots[plan.stays]] = final[plan.stays].to(pool.dtype)
-        return torch.where(batch.padding[:, None, None], 0, out[0])
+        return torch.where(batch.padding[:, None, None], 0, out[0]) if batch.may_pad else out[0]
 
     return run
