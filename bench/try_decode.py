@@ -250,7 +250,9 @@ def main() -> None:
                         torch.cuda.synchronize()
                         continue
                     table.append((taken, kernel, shown, wrong, settings))
-                updates = delta_updates(op, bench.inputs, bench.batches, bench.delta, bench.weights[1])
+                updates = delta_updates(
+                    op, bench.inputs, bench.batches, [bench.delta] * len(bench.batches), bench.weights[1]
+                )
                 for name, calls in updates.items():
                     table.append((replayed(calls), name, {}, "", {}))
                 least = floor(op, rows)

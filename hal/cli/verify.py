@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     ops = [op_class(name) for name in args.ops] or list(OPS.values())
-    if not _has_torch():
+    if not has_torch():
         raise HalError("verify runs kernels and needs torch, which is not installed: pip install 'llm-hal[torch]'")
     from hal.probing import probe
     from hal.registry import Registry
@@ -78,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-def _has_torch() -> bool:
+def has_torch() -> bool:
+    """Whether torch can be imported, found without doing so."""
     try:
         return find_spec("torch") is not None
     except (ImportError, ValueError):  # blocked, or half imported

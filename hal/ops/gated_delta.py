@@ -233,7 +233,7 @@ class GatedDeltaDecode(_GatedDelta):
     @classmethod
     def cases(cls) -> Sequence[Case]:
         op = cls(key_heads=2, value_heads=4, key_head_dim=16, value_head_dim=8)
-        wide = replace(op, key_head_dim=64, value_head_dim=64)
+        wide = replace(op, key_heads=1, value_heads=2, key_head_dim=64, value_head_dim=64)
         three = ((1, 1, 1), (1, 9, 2), (5, 0, 3))
         found = [Case(name, o, *three, mode="decode") for name, o in _ratios(op)]
         for variant in ("no decay", "full decay", "zero keys"):
@@ -241,7 +241,7 @@ class GatedDeltaDecode(_GatedDelta):
         return [
             *found,
             Case("head dim 64", wide, *three, mode="decode"),
-            Case("head dim 128", replace(op, key_head_dim=128, value_head_dim=128), *three, mode="decode"),
+            Case("head dim 128", replace(wide, key_head_dim=128, value_head_dim=128), *three, mode="decode"),
             Case("first token", wide, (1, 1), (0, 4), (1, 0), mode="decode"),
             Case("padding", wide, (1, 1, 1), (2, 0, 4), (2, -1, 5), "padding is nan", "decode"),
             Case("all padding", op, (1, 1), (0, 0), (-1, -1), mode="decode"),
@@ -250,7 +250,7 @@ class GatedDeltaDecode(_GatedDelta):
             Case("float32", replace(op, dtype="float32", out=Tensor("float32")), *three, mode="decode"),
             Case("to fp8", replace(wide, out=STATIC_FP8), *three, mode="decode"),
             Case("wide, no decay", wide, *three, "no decay", "decode"),
-            Case("wide, one to one", replace(wide, key_heads=4), *three, mode="decode"),
+            Case("wide, one to one", replace(wide, key_heads=2), *three, mode="decode"),
         ]
 
 
@@ -381,6 +381,7 @@ class GatedDeltaUpdate(
         one = replace(op, decode=True)
         return [
             Case("ragged", op, (3, 0, 1, 5), (0, 7, 2, 1), (4, 1, 6, 2), mode="prefill"),
+            Case("padding among sequences", op, (2, 3, 2), (1, 0, 4), (1, -1, 0), mode="prefill"),
             *(Case(name, o, (1, 1, 1), (1, 9, 0), (5, 0, 3), mode="decode") for name, o in _ratios(one)),
             Case("padding", one, (1, 1), (1, 9), (5, -1), mode="decode"),
             Case("no rows", one, (), (), (), mode="decode"),
