@@ -219,9 +219,26 @@ def check(op: Op[..., Any], args: Sequence[Any]) -> None:
             raise CheckError(f"{op.title()}: {item.name}: expected a tuple of {len(item.items)} tensors, got {got}")
         for arg, tensor in zip(item.items, value, strict=True):
             _check_format(op, arg, tensor, symbols)
+    slots = _check_state(op, args[len(signature.args)]) if signature.state else None
     if signature.batch:
-        slots = _check_state(op, args[-2]) if signature.state else None
         _check_batch(op, args[-1], symbols.get("rows", 0), slots)
+    _check_places(op, signature, args)
+
+
+def _check_places(op: Op[..., Any], signature: Signature, args: Sequence[Any]) -> None:
+    """All tensors lie on the device of the first."""
+    found: list[tuple[str, Any]] = []
+    for item, given in zip(signature.args, args, strict=False):
+        pairs = zip(item.items, given, strict=True) if isinstance(item, Pack) else ((item, given),)
+        found += [(arg.name, value.value if isinstance(value, Encoded) else value) for arg, value in pairs]
+    if signature.state:
+        found += [(f"state {s.name}", pool) for s, pool in zip(op.states(), args[len(signature.args)], strict=True)]
+    if signature.batch:
+        found.append(("batch", args[-1].slots))
+    first, place = found[0][0], found[0][1].device
+    for name, value in found:
+        if value.device != place:
+            raise CheckError(f"{op.title()}: {name}: expected on {place} as {first} is, got {value.device}")
 
 
 def _check_state(op: Op[..., Any], pools: Any) -> int:

@@ -274,7 +274,10 @@ class GatedDeltaVerify(_GatedDelta):
     @classmethod
     def cases(cls) -> Sequence[Case]:
         op = cls(key_heads=2, value_heads=4, key_head_dim=16, value_head_dim=8)
-        return [Case("ragged", op, (2, 4, 3), (3, 9, 1), (5, 0, 3), mode="verify")]
+        return [
+            Case("ragged", op, (2, 4, 3), (3, 9, 1), (5, 0, 3), mode="verify"),
+            Case("no rows", op, (), (), (), mode="verify"),
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
