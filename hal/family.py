@@ -20,7 +20,7 @@ class Family:
     ``published``: names known without a file. ``config``, ``module:function``: a configuration
     from such a name or from a checkpoint's folder. ``build``, ``module:function``: the model
     from (configuration, runtime), binding all its ops. ``commands``: name of a command line's
-    verb, to (``module:function`` that adds its arguments to a parser, ``module:function`` that
+    verb, of one word or two, to (``module:function`` that adds its arguments to a parser, ``module:function`` that
     runs it with the parsed arguments and gives the exit status, one line of help).
     """
 

@@ -124,3 +124,16 @@ def test_without_matplotlib_a_plot_is_an_error(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["bench", "SiluMul", "--rows", "1", "--rotate", "1", "--plot", str(tmp_path / "x.png")]) == 1
     assert "--plot draws with matplotlib: " in capsys.readouterr().err
+
+
+def test_a_whole_model_is_timed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "e2e.json"
+    words = ["--batches", "1,2", "--prompt", "4", "--outputs", "3", "--long", "8", "--profile", "--json"]
+    assert main(["bench", "e2e", "--model", "tiny-dense", *words, "--out", str(out)]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer == json.loads(out.read_text())
+    assert (answer["schema"], answer["model"]) == ("hal.bench.e2e/1", "tiny-dense")
+    assert [r.get("batch", r.get("prefill")) for r in answer["rows"]] == [1, 2, 8]
+    assert all(r["ms"] > 0 for r in answer["rows"])
+    assert main(["bench", "e2e", "--outputs", "1"]) == 1
+    assert "--outputs is 2 or more, got 1" in capsys.readouterr().err

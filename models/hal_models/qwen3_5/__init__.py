@@ -19,6 +19,12 @@ family = Family(
             f"{VERBS}.accuracy:run",
             "score a tiny checkpoint on its tasks",
         ),
+        (
+            "bench e2e",
+            f"{VERBS}.bench_e2e:arguments",
+            f"{VERBS}.bench_e2e:run",
+            "decode steps and a long prefill of a whole model, here",
+        ),
         ("demo", f"{VERBS}.demo:arguments", f"{VERBS}.demo:run", "run the shipped checkpoint on a few lines"),
     ),
 )
