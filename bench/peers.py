@@ -70,8 +70,8 @@ def peers(problem: Any) -> dict[str, Calls]:
         run = torch.compile(silu_mul)
         return {"torch.compile": [partial(run, *args) for args in problem.args]}
     if op.title() == "RMSNorm":
-        runs = [torch.compile(rms_norm(p["norm"], op.eps, op.offset)) for p in problem.params[:1]]
-        found = {"torch.compile": [partial(runs[0], *args) for args in problem.args]}
+        run = torch.compile(rms_norm(problem.params[0]["norm"], op.eps, op.offset))
+        found = {"torch.compile": [partial(run, *args) for args in problem.args]}
         if find_spec("flashinfer") is not None and op.offset == 1:
             from flashinfer.norm import gemma_rmsnorm
 

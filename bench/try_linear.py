@@ -54,7 +54,7 @@ def variants(name: str, rows: int, n: int, k: int) -> list[Settings]:
                     continue
                 if held * ((32 if name == "mlp" else 64) * groups + 4) * 4 > size - 1024:
                     continue
-                found.append({"GROUPS": groups, "SPLIT": split, "STAGES": stages, "BOXES": boxes, "BLOCKS": 1})
+                found.append({"GROUPS": groups, "SPLIT": split, "STAGES": stages, "BOXES": boxes})
     return found
 
 

@@ -181,15 +181,16 @@ def make_batch(
             raise HalError(f"batch: {context + length} tokens need more than {len(row)} pages of {page_size}")
     picks = list(sampling) or [Sampling()] * count
     most = max((len(row) for row in table), default=0)
-    held = torch.tensor([row + [-1] * (most - len(row)) for row in table], dtype=torch.int64).reshape(count, most)
+    held = torch.tensor([row + [-1] * (most - len(row)) for row in table], dtype=torch.int32).reshape(count, most)
     # of each token: its sequence, its place there
     counts = torch.tensor(lengths, dtype=torch.int64)
+    ends = counts.cumsum(0)
     sequence = torch.arange(count).repeat_interleave(counts)
-    place = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts - torch.tensor(contexts).long())[sequence]
+    place = torch.arange(int(counts.sum())) - (ends - counts - torch.tensor(contexts).long())[sequence]
     padded = (torch.tensor(slots) < 0)[sequence]
     cells = torch.full_like(place, -1)
     if most:
-        page = held[sequence, (place // page_size).clamp_(max=most - 1)]
+        page = held.long()[sequence, (place // page_size).clamp_(max=most - 1)]
         cells = torch.where(padded, -1, page * page_size + place % page_size)
 
     def ints(values: Sequence[Any], kind: torch.dtype = torch.int32) -> torch.Tensor:
@@ -198,17 +199,16 @@ def make_batch(
     def floats(values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)
 
-    ends = [sum(lengths[: i + 1]) for i in range(count)]
     return Batch(
         mode=mode,
         host=host,
         slots=ints(slots),
-        cu_seqlens=ints([0, *ends]),
+        cu_seqlens=ints([0, *ends.tolist()]),
         contexts=ints(contexts),
         kv_lengths=ints(host.kv_lengths),
         positions=place.to(device) if positions is None else positions,
         cells=cells.to(device),
-        page_table=held.to(device, torch.int32),
+        page_table=held.to(device),
         padding=padded.to(device),
         accepted=ints(host.accepted),
         temperature=floats([s.temperature for s in picks]),

@@ -69,6 +69,14 @@ class Group:
             Tensor(s.dtype).nbytes(prod(self._state_layout(s).pool_shape(s, slots))) for s in self.states().values()
         )
 
+    def fill(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Put a whole tensor for each parameter of all members, and seal."""
+        for op in self.members.values():
+            for param in op.params():
+                self.storages[param.memory].put(param.name, values[param.name])
+        for storage in self.storages.values():
+            storage.seal()
+
     def new_state(self, slots: int) -> tuple[torch.Tensor, ...]:
         """A zeroed pool of so many slots (or pages), a tensor per state, in the layouts chosen."""
         import torch

@@ -83,6 +83,13 @@ class Choice:
                 return piece
         raise AssertionError("pieces cover all rows")
 
+    def why_not(self, kernel: str, rows: int) -> str:
+        """Why this kernel does not serve so many rows; nothing where it does."""
+        if self.at(rows).kernel.name == kernel:
+            return ""
+        reason = next((c.reason for c in self.candidates if c.kernel == kernel), "")
+        return reason or f"takes other rows than {rows}"
+
     def kernels(self) -> str:
         """``torch.separate``, or ``1..1024 torch.padded, 1025.. torch.separate``."""
         if len(self.pieces) == 1:

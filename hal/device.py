@@ -108,6 +108,10 @@ class Device:
         """The value of a fact, ``None`` where it is unknown."""
         return self[name].value
 
+    def known(self) -> dict[str, Any]:
+        """The values of all facts that are known."""
+        return {name: fact.value for name, fact in self._facts.items() if fact.value is not None}
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._facts)
 

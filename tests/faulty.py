@@ -28,11 +28,7 @@ def bound(
     forced = hal.Runtime(runtime.device, policy, runtime.registry, place="cpu")
     call = forced.bind(op, "site")
     assert call.choice.at(1).kernel.name == kernel
-    storages = forced.group_of(call).storages
-    for p in op.params():
-        storages[p.memory].put(p.name, params[p.name].to(getattr(torch, p.dtype)))
-    for storage in storages.values():
-        storage.seal()
+    forced.group_of(call).fill({p.name: params[p.name].to(getattr(torch, p.dtype)) for p in op.params()})
     return call, forced
 
 

@@ -56,13 +56,12 @@ def problem(
     args, params, states, calls, launches = [], [], [], [], 1
     for copy in range(count):
         bound = runtime.bind(op, f"copy{copy}", scales=_scales(op, runtime.place))
-        piece = bound.choice.at(rows)
-        if piece.kernel.name != kernel:
-            reason = next((c.reason for c in bound.choice.candidates if c.kernel == kernel), "")
-            raise HalError(f"{kernel}: {reason or f'takes other rows than {rows}'}")
-        launches = piece.launches
+        if reason := bound.choice.why_not(kernel, rows):
+            raise HalError(f"{kernel}: {reason}")
+        launches = bound.choice.at(rows).launches
         group = runtime.group_of(bound)
-        params.append(_filled(op, group.storages, runtime.place))
+        params.append({p.name: _normal(p.shape, p.dtype, runtime.place, *p.init) for p in op.params()})
+        group.fill(params[-1])
         args.append(_arguments(op, rows, runtime.place, params[-1]))
         pools = group.new_state(_slots(batch)) if op.states() else ()
         for pool in pools:
@@ -128,15 +127,6 @@ def _normal(shape: tuple[int, ...], kind: str, place: str, mean: float = 0.0, de
     import torch
 
     return torch.empty(shape, device=place).normal_(mean, deviation).to(getattr(torch, kind))
-
-
-def _filled(op: Op[..., Any], storages: Mapping[str, Any], place: str) -> dict[str, torch.Tensor]:
-    found = {p.name: _normal(p.shape, p.dtype, place, *p.init) for p in op.params()}
-    for param in op.params():
-        storages[param.memory].put(param.name, found[param.name])
-    for storage in storages.values():
-        storage.seal()
-    return found
 
 
 def _arguments(op: Op[..., Any], rows: int, place: str, params: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -32,10 +32,9 @@ def microseconds(runtime: Runtime, calls: Sequence[Callable[[], Any]]) -> float:
         return _least(host, len(calls))
     import torch
 
-    kept: list[Any] = []
     torch.accelerator.synchronize()
-    replay, _ = runtime.capture(lambda: kept.extend(call() for call in calls))
     # outputs must not be given away while the graph lives
+    replay, _kept = runtime.capture(lambda: [call() for call in calls])
     place = torch.device(runtime.place)
 
     def device(rounds: int) -> float:

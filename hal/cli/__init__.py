@@ -64,9 +64,11 @@ def _run(argv: list[str]) -> int:
     commands, two = list(COMMANDS), " ".join(argv[:2])
     if asked not in {name for name, *_ in commands}:
         commands += _of_families(asked)
-    elif argv[1:2] and argv[1].islower() and two in {name for name, *_ in _of_families(None)}:
-        # a family's verb of two words, such as bench e2e; ops have capitals
-        asked, argv, commands = two, [two, *argv[2:]], _of_families(None)
+    elif argv[1:2] and argv[1].islower():
+        # perhaps a family's verb of two words, such as bench e2e; ops have capitals
+        theirs = _of_families(None)
+        if two in {name for name, *_ in theirs}:
+            asked, argv, commands = two, [two, *argv[2:]], theirs
     parser = argparse.ArgumentParser(
         prog="hal", description="Which kernel runs each op of a model on a device, and why no other does."
     )

@@ -9,10 +9,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hal.cli.common import add_json, positive
+from hal.cli.common import add_json, need_torch, positive, positives
+from hal.cli.plot import by_problem, plot
 from hal.cli.show import plain, print_json, print_table
-from hal.cli.verify import has_torch
-from hal.device import FACTS
 from hal.errors import HalError
 from hal.ops import op_class
 
@@ -24,15 +23,11 @@ SCHEMA = "hal.bench/1"
 ROWS = (1, 8, 64, 256)
 
 
-def rows_of(text: str) -> tuple[int, ...]:
-    return tuple(positive(word) for word in text.split(","))
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("ops", nargs="+", metavar="OP", help="logical ops, see hal ops")
     parser.add_argument("--model", metavar="NAME|FOLDER", help="problems of this model; default: each op's first case")
     parser.add_argument("--tp", type=positive, default=1, metavar="N", help="sizes of a rank of so many")
-    parser.add_argument("--rows", type=rows_of, default=ROWS, metavar="M,...", help="default: 1,8,64,256")
+    parser.add_argument("--rows", type=positives, default=ROWS, metavar="M,...", help="default: 1,8,64,256")
     parser.add_argument("--context", type=int, default=1024, metavar="N", help="tokens before a decode step")
     parser.add_argument("--kernel", metavar="NAME", help="only this kernel")
     parser.add_argument("--peers", metavar="MODULE:FUNCTION", help="an adapter that times others' kernels beside ours")
@@ -44,8 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     ops = [op_class(name) for name in args.ops]
-    if not has_torch():
-        raise HalError("bench runs kernels and needs torch, which is not installed: pip install 'llm-hal[torch]'")
+    need_torch("bench")
     from hal.bench import ceiling
     from hal.registry import Registry
     from hal.runtime import Runtime
@@ -58,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         "schema": SCHEMA,
         "device": runtime.device.label,
         "stack": runtime.device.stack,
-        "facts": {n: value for n in FACTS if (value := runtime.device.value(n)) is not None},
+        "facts": runtime.device.known(),
         "timed": "graph replay" if runtime.can_capture else "one after the other, the host's time in it",
         "ceiling": most,
         "rotated": args.rotate * 1_000_000,
@@ -67,8 +61,6 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         args.out.write_text(json.dumps(answer, indent=1, ensure_ascii=False) + "\n")
     if args.plot:
-        from hal.cli.plot import plot
-
         plot(answer, args.plot)
     if args.json:
         print_json(answer)
@@ -115,7 +107,7 @@ def _results(
     for size in _problems(runtime, op, args):
         chosen = runtime.resolver.resolve((size,), runtime.policy.at("bench"))[0]
         for rows in args.rows:
-            common = {"op": op.title(), "problem": plain_fields(size), "rows": rows}
+            common = {"op": op.title(), "problem": plain(size), "rows": rows}
             last = None
             for name in names:
                 row = {**common, "kernel": name, "chosen": chosen.at(rows).kernel.name == name}
@@ -140,18 +132,9 @@ def _figures(us: float, moved: int, most: float) -> dict[str, Any]:
     return {"us": us, "bytes": moved, "of_ceiling": moved / most / (us * 1e-6) if us else None}
 
 
-def plain_fields(op: Op[..., Any]) -> dict[str, Any]:
-    from dataclasses import fields
-
-    return {f.name: plain(getattr(op, f.name)) for f in fields(op)}
-
-
 def _print(answer: dict[str, Any]) -> None:
     print(f"device {answer['device']}, {answer['timed']}; ceiling {answer['ceiling'] / 1e12:.2f} TB/s")
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in answer["results"]:
-        groups.setdefault((row["op"], str(row["problem"])), []).append(row)
-    for (op, _), rows in groups.items():
+    for op, rows in by_problem(answer["results"]):
         sizes = ", ".join(f"{k}={v}" for k, v in rows[0]["problem"].items() if isinstance(v, int) and k != "world")
         print(f"\n{op} ({sizes})")
         timed = sorted((r for r in rows if r["us"] is not None), key=lambda r: (r["rows"], r["us"]))

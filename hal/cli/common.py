@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+from hal.errors import HalError
 
 if TYPE_CHECKING:
     from hal.device import Device
@@ -29,6 +32,21 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"is 1 or more, got {value}")
     return value
+
+
+def positives(text: str) -> tuple[int, ...]:
+    """Such arguments with commas between."""
+    return tuple(positive(word) for word in text.split(","))
+
+
+def need_torch(verb: str) -> None:
+    """Raise HalError where torch cannot be imported, found without doing so."""
+    try:
+        found = find_spec("torch") is not None
+    except (ImportError, ValueError):  # blocked, or half imported
+        found = False
+    if not found:
+        raise HalError(f"{verb} runs kernels and needs torch, which is not installed: pip install 'llm-hal[torch]'")
 
 
 def device_of(args: argparse.Namespace, registry: Registry) -> Device:

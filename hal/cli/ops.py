@@ -83,7 +83,7 @@ def one(op: type[Op[..., Any]], registry: Registry) -> dict[str, Any]:
         "example": {
             "case": case.name,
             "text": str(case.op),
-            "problem": {f.name: plain(getattr(case.op, f.name)) for f in fields(op)},
+            "problem": plain(case.op),
             "args": [str(a) for a in signature.args],
             "results": [str(r) for r in signature.results],
             "state": signature.state,

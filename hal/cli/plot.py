@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from hal.errors import HalError
+
+
+def by_problem(results: Iterable[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Op and results of each problem, in their order."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in results:
+        groups.setdefault((row["op"], str(row["problem"])), []).append(row)
+    return [(op, rows) for (op, _), rows in groups.items()]
 
 
 def plot(answer: dict[str, Any], to: Path) -> None:
@@ -14,12 +23,9 @@ def plot(answer: dict[str, Any], to: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise HalError(f"--plot draws with matplotlib: {error}") from None
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in answer["results"]:
-        if row["us"] is not None:
-            groups.setdefault((row["op"], str(row["problem"])), []).append(row)
+    groups = by_problem(row for row in answer["results"] if row["us"] is not None)
     figure = Figure(figsize=(7, 4.5 * max(1, len(groups))), layout="constrained")
-    for index, ((op, _), rows) in enumerate(groups.items(), 1):
+    for index, (op, rows) in enumerate(groups, 1):
         axes = figure.add_subplot(len(groups), 1, index)
         for kernel in dict.fromkeys(r["kernel"] for r in rows):
             own = sorted((r["rows"], r["us"]) for r in rows if r["kernel"] == kernel)

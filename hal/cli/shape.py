@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 from hal.choice import Candidate, Choice, Piece, rows_text
@@ -16,7 +15,7 @@ def decision_json(decision: Decision, rows: int | None = None) -> dict[str, Any]
     return {
         **choice_json(decision.choice, rows),
         "fell_back": decision.fell_back,
-        "problem": {f.name: plain(getattr(decision.choice.op, f.name)) for f in fields(decision.choice.op)},
+        "problem": plain(decision.choice.op),
         "site": decision.site,
         "sites": list(decision.sites),
         "group": dict(decision.group),

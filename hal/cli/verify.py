@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from hal.cli.common import add_json, broken_json, print_broken
+from hal.cli.common import add_json, broken_json, need_torch, print_broken
 from hal.cli.show import print_json, print_table
 from hal.errors import HalError, UnknownName
 from hal.ops import OPS, op_class
@@ -31,8 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     ops = [op_class(name) for name in args.ops] or list(OPS.values())
-    if not has_torch():
-        raise HalError("verify runs kernels and needs torch, which is not installed: pip install 'llm-hal[torch]'")
+    need_torch("verify")
     from hal.probing import probe
     from hal.registry import Registry
     from hal.runtime import Runtime
@@ -76,14 +74,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"stopped after {verdicts[-1].op} on {verdicts[-1].kernel}: {stopped}")
     print(", ".join(f"{sum(row[name] for row in counts)} {name}" for name in STATUSES))
     return status
-
-
-def has_torch() -> bool:
-    """Whether torch can be imported, found without doing so."""
-    try:
-        return find_spec("torch") is not None
-    except (ImportError, ValueError):  # blocked, or half imported
-        return False
 
 
 def _verdicts(runtime: Runtime, ops: list[type[Op[..., Any]]], kernel: str | None) -> Iterator[Verdict]:

@@ -41,34 +41,27 @@ def gated_delta(site: Site) -> Call:
     return run
 
 
-def norm_linear(site: Site) -> Call:
-    norm, gemm = site.parts["norm"], site.parts["gemm"]
+def _opened(opening: Call, value: Call) -> Call:
+    """What follows a layer's opening; the residual passes by."""
 
     def run(partial: Any, residual: Any) -> Any:
-        x, residual = norm(partial, residual)
-        return gemm(x), residual
+        x, residual = opening(partial, residual)
+        return value(x), residual
 
     return run
+
+
+def norm_linear(site: Site) -> Call:
+    return _opened(site.parts["norm"], site.parts["gemm"])
 
 
 def norm_gate_up(site: Site) -> Call:
-    norm, gemm, act = site.parts["norm"], site.parts["gemm"], site.parts["act"]
-
-    def run(partial: Any, residual: Any) -> Any:
-        x, residual = norm(partial, residual)
-        return act(gemm(x)), residual
-
-    return run
+    gemm, act = site.parts["gemm"], site.parts["act"]
+    return _opened(site.parts["norm"], lambda x: act(gemm(x)))
 
 
 def gated_mlp(site: Site) -> Call:
-    gate_up, down = site.parts["gate_up"], site.parts["down"]
-
-    def run(partial: Any, residual: Any) -> Any:
-        x, residual = gate_up(partial, residual)
-        return down(x), residual
-
-    return run
+    return _opened(site.parts["gate_up"], site.parts["down"])
 
 
 def head(site: Site) -> Call:

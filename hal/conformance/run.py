@@ -57,9 +57,8 @@ def verify_kernel(runtime: Runtime, op: type[Op[..., Any]], kernel: str, strided
     for case in op.cases():
         try:
             choice = forced.bind(case.op, case.name).choice
-            if choice.at(case.rows).kernel.name != kernel:
-                reason = next((c.reason for c in choice.candidates if c.kernel == kernel), "")
-                yield Verdict(op.title(), kernel, case.name, "refused", reason or f"takes other rows than {case.rows}")
+            if reason := choice.why_not(kernel, case.rows):
+                yield Verdict(op.title(), kernel, case.name, "refused", reason)
                 continue
         except HalError as error:
             yield Verdict(op.title(), kernel, case.name, "refused", str(error).splitlines()[0])
@@ -78,14 +77,6 @@ def _like(resolved: Runtime) -> Runtime:
     return runtime
 
 
-def _fill(runtime: Runtime, bound: Bound[..., Any], inputs: Inputs) -> None:
-    group = runtime.group_of(bound)
-    for param in inputs.case.op.params():
-        group.storages[param.memory].put(param.name, _typed(inputs.problem.params[param.name], param.dtype))
-    for storage in group.storages.values():
-        storage.seal()
-
-
 def _typed(value: torch.Tensor, kind: str) -> torch.Tensor:
     import torch
 
@@ -99,8 +90,8 @@ def _run(resolved: Runtime, case: Case, strided: bool) -> Iterator[str]:
     place = resolved.place
     runtime = _like(resolved)
     bound = runtime.bind(case.op, case.name, scales={n: s.to(place) for n, s in inputs.scales.items()})
-    _fill(runtime, bound, inputs)
-    op = case.op
+    op, given = case.op, inputs.problem.params
+    runtime.group_of(bound).fill({p.name: _typed(given[p.name], p.dtype) for p in op.params()})
     results, states = op.reference(inputs.problem)
     first: list[Any] | None = None
     piece = bound.choice.at(case.rows)

@@ -55,11 +55,16 @@ class DeltaSizes:
         """Channels of the convolution: q, k and v side by side."""
         return 2 * self.key_dim + self.value_dim
 
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Channels of q, of k and of v."""
+        return self.key_dim, self.key_dim, self.value_dim
+
     def conv_params(self) -> tuple[Param, ...]:
         """The convolution's weight ``[channels, width]``, in its three parts."""
-        parts = (("conv_q", self.key_dim), ("conv_k", self.key_dim), ("conv_v", self.value_dim))
         return tuple(
-            Param(name, (rows, self.conv_width), self.dtype, "conv_weight", 0, init=(0.0, 0.5)) for name, rows in parts
+            Param(f"conv_{name}", (rows, self.conv_width), self.dtype, "conv_weight", 0, init=(0.0, 0.5))
+            for name, rows in zip("qkv", self.widths, strict=True)
         )
 
     def gate_params(self) -> tuple[Param, ...]:
@@ -75,8 +80,8 @@ class DeltaSizes:
 
     def mixed(self) -> Pack:
         """q, k and v after the convolution ``[rows, heads * dim]``: views of one buffer, or apart."""
-        widths = (("q", self.key_dim), ("k", self.key_dim), ("v", self.value_dim))
-        return Pack("mixed", tuple(Arg(name, ("rows", n), Tensor(self.dtype), free=(0,)) for name, n in widths))
+        named = zip("qkv", self.widths, strict=True)
+        return Pack("mixed", tuple(Arg(name, ("rows", n), Tensor(self.dtype), free=(0,)) for name, n in named))
 
     def conv_state(self) -> State:
         return State("conv", (self.conv_dim, self.conv_width - 1), self.dtype, Shift())
@@ -98,7 +103,7 @@ class DeltaSizes:
         self, params: Any, state: torch.Tensor, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One token through the delta rule, head by head: (o ``[value_heads, V]``, new state)."""
-        q, k, v = qkv.split([self.key_dim, self.key_dim, self.value_dim])
+        q, k, v = qkv.split(self.widths)
         q = l2_norm(q.view(self.key_heads, -1)) * self.key_head_dim**-0.5
         k = l2_norm(k.view(self.key_heads, -1))
         v = v.view(self.value_heads, -1)
@@ -314,7 +319,7 @@ class CausalConv(DeltaSizes, Op[["torch.Tensor", "tuple[torch.Tensor, ...]", "Ba
             for t in range(start, end):
                 out[t], c = self.conv_step(weight, c, problem.args["qkv"][t])
             conv[slot] = c
-        return out.split([self.key_dim, self.key_dim, self.value_dim], 1), {"conv": conv}
+        return out.split(self.widths, 1), {"conv": conv}
 
     @classmethod
     def cases(cls) -> Sequence[Case]:

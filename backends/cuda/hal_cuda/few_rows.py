@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from hal_triton.needs import overlaps
+
 from hal.device import Device
 from hal.formats import Tensor
 from hal.kernel import Kernel, Part, Rows, Tier, kernel
@@ -12,15 +14,10 @@ from hal.layout import Layout, Packed
 from hal.numerics import Class, Numerics
 from hal.opening import norm_part, one_format
 from hal.ops import Gemm, InProj, Linear, NormGateUp
-from hal.requirement import Reason, Requirement, arch, library, vendor
+from hal.requirement import Reason
+from hal_cuda.needs import cpp, no_bfloat16
 
 CODE = "hal_cuda.code.few_rows"
-NEEDS: tuple[Requirement, ...] = (
-    vendor("cuda"),
-    arch("sm_90"),  # wgmma is an instruction of this architecture alone
-    library("torch", ">=2.9"),
-    library("cuda_bindings", ">=12.8"),
-)
 LEAST = 3  # rows: below, multiplying and adding without matrix instructions measured faster
 WIDTHS = (8, 16, 32, 64)  # rows of x in one instruction
 TALL = 16384  # rows of the weight up to which x, read by every block, is worth 64 rows
@@ -47,7 +44,7 @@ def tiles(outputs: int, columns: int, device: Device, gated: bool = False) -> Ma
     while each * (split - 1) >= steps:  # a block without a share
         split //= 2
         each = -(-steps // split)
-    found: dict[str, Any] = {"PDL": device.value("pdl") is True}
+    found: dict[str, Any] = {"PDL": overlaps(device)}
     for width in WIDTHS:
         stage = (TILE * groups + width) * BOX * 2
         most = room // stage
@@ -57,19 +54,16 @@ def tiles(outputs: int, columns: int, device: Device, gated: bool = False) -> Ma
             "SPLIT": split,
             "STAGES": max(2, min(stages, most, 8, each + 1)),
             "BOXES": 1,
-            "BLOCKS": 1,
         }
     return found
 
 
 class _Few(Kernel[Any]):
     tier: ClassVar[Tier] = "fused"
-    needs = NEEDS
+    needs = cpp("sm_90")  # wgmma is an instruction of this architecture alone
 
     def refuses(self, op: Any, device: Device) -> Reason | None:
-        if op.dtype != "bfloat16":
-            return Reason("op", f"needs bfloat16; dtype is {op.dtype}")
-        return None
+        return no_bfloat16(op)
 
     def numerics(self, op: Any) -> Numerics:
         return Numerics(Class.REASSOCIATED, batch_invariant=True)

@@ -6,23 +6,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from hal_triton.needs import overlaps
+
 from hal.device import Device
 from hal.formats import STATIC_FP8, Format, Tensor
 from hal.kernel import Kernel, Rows, Tier, kernel
 from hal.layout import VK, Layout, Ring
 from hal.numerics import REASSOCIATED, Numerics
 from hal.ops import GatedDeltaDecode
-from hal.requirement import Reason, Requirement, arch, library, vendor
+from hal.requirement import Reason
+from hal_cuda.needs import cpp, no_bfloat16
 
 CODE = "hal_cuda.code.gated_delta:decode"
 # clusters, and cvt to bfloat16 of one value: what the file compiles for
 ARCHS = ("sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
-NEEDS: tuple[Requirement, ...] = (
-    vendor("cuda"),
-    arch(*ARCHS),
-    library("torch", ">=2.9"),
-    library("cuda_bindings", ">=12.8"),
-)
 DIMS = (64, 128)
 CONV_WIDTH = 4
 WAVES = 1  # heads a compute unit up to which a head is split
@@ -49,11 +46,11 @@ def launch(op: GatedDeltaDecode, split: int, warps: int, crowd: bool = False) ->
 
 class _Decode(Kernel[Any]):
     tier: ClassVar[Tier] = "fused"
-    needs = NEEDS
+    needs = cpp(*ARCHS)
 
     def refuses(self, op: GatedDeltaDecode, device: Device) -> Reason | None:
-        if op.dtype != "bfloat16":
-            return Reason("op", f"needs bfloat16; dtype is {op.dtype}")
+        if reason := no_bfloat16(op):
+            return reason
         if op.value_heads % op.key_heads:
             heads = f"{op.value_heads} and {op.key_heads}"
             return Reason("op", f"needs value_heads to be a multiple of key_heads; they are {heads}")
@@ -81,7 +78,7 @@ class DecodeWhole(_Decode, Kernel[GatedDeltaDecode]):
     def settings(self, op: GatedDeltaDecode, device: Device) -> Mapping[str, Any]:
         units = device.value("compute_units")
         few = CROWD * units // op.value_heads if isinstance(units, int) else 0
-        found: dict[str, Any] = {"PDL": device.value("pdl") is True}
+        found: dict[str, Any] = {"PDL": overlaps(device)}
         if few:
             found[str(few)] = launch(op, 1, 8)
         return {**found, "more": launch(op, 1, 4, crowd=True)}
@@ -101,4 +98,4 @@ class DecodeCluster(_Decode, Kernel[GatedDeltaDecode]):
         return (1, max(1, WAVES * units // op.value_heads if isinstance(units, int) else 1))
 
     def settings(self, op: GatedDeltaDecode, device: Device) -> Mapping[str, Any]:
-        return {"PDL": device.value("pdl") is True, "more": launch(op, 4, 4)}
+        return {"PDL": overlaps(device), "more": launch(op, 4, 4)}

@@ -9,28 +9,20 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hal.device import FACTS
+from hal.cli.common import positives
 from hal.errors import HalError
+from hal_models import PAGE_SIZE
 
 if TYPE_CHECKING:
     from hal_models.engine import Engine
 
 SCHEMA = "hal.bench.e2e/1"
-PAGE = 16
-
-
-def whole(text: str) -> tuple[int, ...]:
-    """Numbers of 1 or more, with commas."""
-    found = tuple(int(word) for word in text.split(","))
-    if min(found) < 1:
-        raise argparse.ArgumentTypeError(f"are 1 or more, got {text}")
-    return found
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
     parser.add_argument("--model", default="qwen3.5-4b", metavar="NAME", help="a published name; weights are made up")
-    parser.add_argument("--batches", type=whole, default=(1, 16, 64, 128), metavar="N,...", help="1,16,64,128")
+    parser.add_argument("--batches", type=positives, default=(1, 16, 64, 128), metavar="N,...", help="1,16,64,128")
     parser.add_argument("--prompt", type=int, default=128, metavar="N", help="tokens of each prompt (128)")
     parser.add_argument("--outputs", type=int, default=128, metavar="N", help="tokens of each answer (128)")
     parser.add_argument(
@@ -52,9 +44,9 @@ def run(args: argparse.Namespace) -> int:
     from hal_models.qwen3_5.config import configure
     from hal_models.qwen3_5.model import Qwen35
 
-    for name in ("prompt", "outputs"):
-        if getattr(args, name) < (2 if name == "outputs" else 1):
-            raise HalError(f"--{name} is {2 if name == 'outputs' else 1} or more, got {getattr(args, name)}")
+    for name, least in (("prompt", 1), ("outputs", 2)):
+        if getattr(args, name) < least:
+            raise HalError(f"--{name} is {least} or more, got {getattr(args, name)}")
     runtime = Runtime(policy=Policy.from_environment())
     model = Qwen35(configure(args.model).typed(args.dtype), runtime)
     fill(model)
@@ -66,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     if args.long:
         rows.append(prefill(model, args, generator))
         print(f"prefill of {args.long}: {rows[-1]['ms']:.1f} ms", file=sys.stderr, flush=True)
-    facts = {name: value for name in FACTS if (value := runtime.device.value(name)) is not None}
+    facts = runtime.device.known()
     answer = {"schema": SCHEMA, "model": args.model, "device": runtime.device.label, "facts": facts, "rows": rows}
     if args.out:
         args.out.write_text(json.dumps(answer, indent=1) + "\n")
@@ -97,7 +89,7 @@ def decode(model: Any, batch: int, args: argparse.Namespace, generator: Any) -> 
     """(t[n outputs] - t[1 output]) / (n - 1), the least of three."""
     from hal_models.engine import Engine
 
-    pages = -(-(args.prompt + args.outputs) // PAGE) + 1
+    pages = -(-(args.prompt + args.outputs) // PAGE_SIZE) + 1
     engine = Engine(model, slots=batch, pages=batch * pages, chunk=8192)
     prompts = _prompts(model, batch, args.prompt, generator)
     warm = seconds(engine, prompts, min(4, args.outputs))
@@ -115,7 +107,7 @@ def prefill(model: Any, args: argparse.Namespace, generator: Any) -> dict[str, A
     """From one long prompt to its first token, the least of three."""
     from hal_models.engine import Engine
 
-    engine = Engine(model, slots=1, pages=args.long // PAGE + 2, chunk=args.long)
+    engine = Engine(model, slots=1, pages=args.long // PAGE_SIZE + 2, chunk=args.long)
     prompt = _prompts(model, 1, args.long, generator)
     seconds(engine, prompt, 1)
     row: dict[str, Any] = {"prefill": args.long, "ms": min(seconds(engine, prompt, 1) for _ in range(3)) * 1e3}

@@ -9,7 +9,7 @@
 // rows of gate and 8 of up lie one after the other in shared memory.
 //
 // The launcher defines N, K, WIDTH (rows of x in one instruction: 8, 16, 32, 64), CHUNKS of WIDTH, GROUPS,
-// SPLIT, STAGES, BOXES (of 64 elements of K, in a stage), GATED, PDL and BLOCKS (at once on a multiprocessor).
+// SPLIT, STAGES, BOXES (of 64 elements of K, in a stage), GATED and PDL.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -108,7 +108,7 @@ __device__ __forceinline__ u16 narrow(float x) {
 
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
 
-extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, BLOCKS) few_rows(const __grid_constant__ Args p) {
+extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) few_rows(const __grid_constant__ Args p) {
     extern __shared__ unsigned char raw[];
     __shared__ u64 full_[STAGES], empty_[STAGES];
     const u32 aligned = (shared(raw) + 1023) & ~1023, full = shared(full_), empty = shared(empty_);

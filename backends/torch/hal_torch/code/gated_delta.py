@@ -121,7 +121,7 @@ def ruled(
     """
     count, length = qkv.shape[:2]
     group = op.value_heads // op.key_heads
-    q, k, v = qkv.split([op.key_dim, op.key_dim, op.value_dim], -1)
+    q, k, v = qkv.split(op.widths, -1)
     q = unit(q.view(count, length, op.key_heads, 1, op.key_head_dim)).permute(0, 2, 3, 1, 4) * op.key_head_dim**-0.5
     k = unit(k.view(count, length, op.key_heads, 1, op.key_head_dim)).permute(0, 2, 3, 1, 4)
     v = v.view(count, length, op.key_heads, group, op.value_head_dim).permute(0, 2, 3, 1, 4)
@@ -216,7 +216,7 @@ def _planned(site: Site) -> Callable[[Batch], Grid]:
 def causal_conv(site: Site) -> Call:
     where, weight, layout = _planned(site), site.weight("conv_weight", Packed()), site.layouts["conv"]
 
-    widths = [site.op.key_dim, site.op.key_dim, site.op.value_dim]
+    widths = site.op.widths
 
     def run(qkv: Tensor, state: tuple[Tensor], batch: Batch) -> tuple[Tensor, ...]:
         g = where(batch)

@@ -134,7 +134,7 @@ def causal_conv(site: Site) -> Call:
             count = rows if op.decode else table.shape[0]
             conv_kernel[(count, blocks)](qkv, weight, ring, out, table, *where, rows, **tiling, **fixed)
             remember_kernel[(batch.sequences, blocks)](qkv, ring, *where, channels, **fixed)
-        sizes = [op.key_dim, op.key_dim, op.value_dim]
-        return tuple(x.view(rows, n) for x, n in zip(out.split([rows * n for n in sizes]), sizes, strict=True))
+        parts = out.split([rows * n for n in op.widths])
+        return tuple(x.view(rows, n) for x, n in zip(parts, op.widths, strict=True))
 
     return run

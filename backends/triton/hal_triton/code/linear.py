@@ -260,14 +260,10 @@ def norm_gate_up_one(site: Site) -> Callable[..., Any]:
 
 
 def in_proj_few(site: Site) -> Callable[..., Any]:
-    norm, weight, settings = site.parts["norm"], site.weight("weight", Packed()), site.settings
-    widths = list(site.op.outputs().values())
+    norm, product, widths = site.parts["norm"], few(site), list(site.op.outputs().values())
 
     def run(partial: Tensor, residual: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         x, residual = norm(partial, residual)
-        out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-        if x.shape[0]:
-            product_few(x, weight, out, settings)
-        return out.split(widths, 1), residual
+        return product(x).split(widths, 1), residual
 
     return run
