@@ -70,6 +70,14 @@ def unused(out: Any, args: tuple[Any, ...]) -> None:
     args[-2][-1][-1] = 0.0
 
 
+def emptied(out: Any, args: tuple[Any, ...]) -> None:
+    """The slots of sequences of no tokens that begin."""
+    host = args[-1].host
+    for slot, context, length in zip(host.slots, host.contexts, host.lengths, strict=True):
+        if not context and not length:
+            args[-2][-1][slot] = 0.0
+
+
 def first(out: Any, args: tuple[Any, ...]) -> None:
     args[-2][0][0] = 0.0
 
@@ -121,7 +129,16 @@ DECODE, ATTENTION, UPDATE = "gated_delta:decode", "attention:decode", "gated_del
 BROKEN: dict[str, tuple[type[Kernel], str, str]] = {
     "state one slot off": (spoiled(GatedDeltaDecode, DECODE, after(rolled)), "ratio 1, K 16, V 16", "state"),
     "unused slot": (spoiled(GatedDeltaDecode, DECODE, after(unused)), "padding", "slot 7 belongs to nobody"),
-    "unused page": (spoiled(AttentionDecode, ATTENTION, after(first)), "rows", "belongs to nobody and was written"),
+    "slot without tokens": (
+        spoiled(GatedDeltaPrefill, "gated_delta:prefill", after(emptied)),
+        "float32",
+        "slot 0 belongs to nobody with tokens",
+    ),
+    "unused page": (
+        spoiled(AttentionDecode, ATTENTION, after(first)),
+        "rows",
+        "belongs to nobody with tokens and was written",
+    ),
     "padding not zero": (spoiled(GatedDeltaPrefill, "gated_delta:prefill", after(filled)), "padding", "exactly zero"),
     "padding of decode": (spoiled(AttentionDecode, ATTENTION, after(filled)), "padding", "must be exactly zero"),
     "heads tiled": (spoiled(AttentionDecode, ATTENTION, tiled), "rows", "value: off by"),

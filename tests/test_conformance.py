@@ -7,13 +7,17 @@ import torch
 from facts import fill, registry, runtime, value
 
 from hal.conformance import Verdict, verify
+from hal.conformance.inputs import make
 from hal.device import load_device
 from hal.ops import (
     OPS,
     AddRMSNorm,
+    CausalConv,
+    GatedDeltaPrefill,
+    GatedDeltaUpdate,
     InProj,
 )
-from hal.ops.base import Problem
+from hal.ops.base import Op, Problem
 from hal.policy import Policy
 from hal.registry import Registry
 from hal.runtime import Runtime
@@ -50,6 +54,18 @@ def test_every_kernel_passes_a_case(op: type) -> None:
 def test_a_case_that_is_not_run_says_why(op: type) -> None:
     for verdict in verdicts(op):
         assert bool(verdict.detail) == (verdict.status != "passed")
+
+
+@pytest.mark.parametrize("op", [GatedDeltaPrefill, CausalConv, GatedDeltaUpdate])
+def test_a_sequence_of_no_tokens_moves_nothing(op: type[Op]) -> None:
+    case = next(c for c in op.cases() if (0, 0) in zip(c.lengths, c.contexts, strict=True))
+    problem = make(case).problem
+    _, after = case.op.reference(problem)
+    slots = [slot for slot, length in zip(case.slots, case.lengths, strict=True) if not length]
+    assert len(slots) == 2
+    for name, state in problem.states.items():
+        assert state[slots].any()
+        assert torch.equal(after[name][slots], state[slots])
 
 
 def test_the_ranks_partial_sums_are_reduced_before_the_norm() -> None:

@@ -15,7 +15,7 @@ from hal.layout import StateLayout
 from hal.numerics import Class, Numerics
 from hal.ops import OPS
 from hal.ops.base import Case, Op
-from hal.ops.formulas import decode
+from hal.ops.formulas import decode, moving
 from hal.policy import Policy
 from hal.runtime import Runtime
 
@@ -206,16 +206,14 @@ def _states(inputs: Inputs, pools: dict[str, Any], wanted: dict[str, Any], betwe
     import torch
 
     batch = inputs.batch
-    host = batch.host if batch else None
     after = list(inputs.lengths)
     used: set[int] = set()
-    if host:
-        for slot, length in zip(host.slots, host.kv_lengths, strict=True):
-            if slot >= 0 and "kv" not in pools:
-                after[slot] = length
-                used.add(slot)
-        if "kv" in pools:
-            used = {p for row in batch.page_table.tolist() for p in row if p >= 0}  # type: ignore[union-attr]
+    if batch is not None and "kv" in pools:
+        used = {p for row in batch.page_table.tolist() for p in row if p >= 0}
+    elif batch is not None:
+        for _, slot, context, start, end in moving(batch):
+            after[slot] = context + end - start
+            used.add(slot)
     for name, (state, layout, pool, start) in pools.items():
         value = layout.read(pool, state, after).double().cpu()
         real = wanted[name].to(torch.float32).to(pool.dtype).double().cpu()
@@ -223,7 +221,7 @@ def _states(inputs: Inputs, pools: dict[str, Any], wanted: dict[str, Any], betwe
         for slot in range(pool.shape[0]):
             if slot not in used:
                 if not torch.equal(_bits(pool[slot]), _bits(start[slot])):
-                    yield f"state {name}: slot {slot} belongs to nobody and was written"
+                    yield f"state {name}: slot {slot} belongs to nobody with tokens and was written"
                 continue
             yield from _near(
                 f"state {name} slot {slot}", value[slot].flatten()[None], real[slot].flatten()[None], share

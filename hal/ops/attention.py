@@ -10,7 +10,7 @@ from hal.errors import CheckError
 from hal.formats import STATIC_FP8, Format, Tensor
 from hal.layout import Pages, Param, State
 from hal.ops.base import Arg, Case, Op, Outcome, Problem, Signature
-from hal.ops.formulas import rms_norm, sequences
+from hal.ops.formulas import moving, rms_norm
 
 if TYPE_CHECKING:
     import torch
@@ -169,9 +169,7 @@ class _Attention(Op[["torch.Tensor", "torch.Tensor", "tuple[torch.Tensor, ...]",
 
         q, gate, kv = problem.args["q"], problem.args["gate"], problem.states["kv"]
         out, group = torch.zeros_like(q), self.heads // self.kv_heads
-        for index, slot, context, start, end in sequences(problem.batch):
-            if slot < 0:
-                continue
+        for index, _, context, start, end in moving(problem.batch):
             total = context + end - start
             pages = problem.batch.page_table[index].tolist()[: -(-total // self.page_size)]
             keys, values = (torch.cat([kv[p, side] for p in pages] or [kv[0, side, :0]])[:total] for side in (0, 1))
@@ -202,7 +200,7 @@ class AttentionPrefill(_Attention):
     def cases(cls) -> Sequence[Case]:
         op = cls._small()
         return [
-            Case("ragged", op, (5, 0, 1, 9), (0, 3, 7, 2), (0, 1, 2, 3), mode="prefill"),
+            Case("ragged", op, (5, 0, 1, 9, 0), (0, 3, 7, 2, 0), (0, 1, 2, 3, 4), mode="prefill"),
             Case("one kv head", replace(op, kv_heads=1), (5, 3), (0, 3), (0, 1), mode="prefill"),
             Case("padding", op, (2, 3), (0, 0), (0, -1), mode="prefill"),
             Case("no rows", op, (), (), (), mode="prefill"),

@@ -49,6 +49,11 @@ def sequences(batch: Batch) -> Iterator[tuple[int, int, int, int, int]]:
         row += length
 
 
+def moving(batch: Batch) -> Iterator[tuple[int, int, int, int, int]]:
+    """The same for those that move something: padding and sequences of no tokens are left out."""
+    return (each for each in sequences(batch) if each[1] >= 0 and each[3] < each[4])
+
+
 def encode(x: torch.Tensor, form: Quantized, scale: torch.Tensor) -> Encoded:
     """Elements ``x / scale``, saturated at the format's limit, rounded to nearest even."""
     import torch

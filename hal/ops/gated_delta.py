@@ -8,7 +8,8 @@ For value head h with key head h // (value_heads / key_heads), all in float32:
     out = rms_norm(o) * w * silu(z)
 
 A sequence whose context is 0 starts from zero, whatever its slot holds. A negative slot is
-padding: its output rows are exactly zero, nothing moves.
+padding: its output rows are exactly zero, nothing moves. Nor does anything for a sequence of no
+tokens: its slot keeps what it holds, whatever its context.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hal.formats import STATIC_FP8, Format, Tensor
 from hal.layout import VK, Param, Shift, State
 from hal.ops.base import Arg, Case, Op, Outcome, Pack, Problem, Signature
-from hal.ops.formulas import l2_norm, rms_norm, sequences, silu, softplus
+from hal.ops.formulas import l2_norm, moving, rms_norm, sequences, silu, softplus
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from hal.batch import Batch
 
 BF16 = Tensor("bfloat16")
+# lengths, contexts, slots: two sequences have no tokens, one of them nothing before
+RAGGED = ((3, 0, 1, 5, 0), (0, 7, 2, 1, 0), (4, 1, 6, 2, 0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,9 +150,7 @@ class _GatedDelta(DeltaSizes, Op[["tuple[torch.Tensor, ...]", "tuple[torch.Tenso
         weight = torch.cat([params[n] for n in ("conv_q", "conv_k", "conv_v")])
         conv, delta = problem.states["conv"].clone(), problem.states["delta"].clone()
         out = args["z"].new_zeros(args["z"].shape)
-        for index, slot, context, start, end in sequences(problem.batch):
-            if slot < 0:
-                continue
+        for index, slot, context, start, end in moving(problem.batch):
             c = conv[slot] if context else torch.zeros_like(conv[slot])
             s = delta[slot] if context else torch.zeros_like(delta[slot])
             kept = (c, s)
@@ -212,8 +213,7 @@ class GatedDeltaPrefill(_GatedDelta):
     @classmethod
     def cases(cls) -> Sequence[Case]:
         op = cls(key_heads=2, value_heads=4, key_head_dim=16, value_head_dim=8)
-        ragged = ((3, 0, 1, 5), (0, 7, 2, 1), (4, 1, 6, 2))
-        found = [Case(name, o, *ragged, mode="prefill") for name, o in _ratios(op)]
+        found = [Case(name, o, *RAGGED, mode="prefill") for name, o in _ratios(op)]
         for variant in ("no decay", "full decay", "one full decay", "zero keys"):
             found.append(Case(variant, op, (64, 65), (0, 3), (1, 0), variant, "prefill"))
         return [
@@ -221,9 +221,9 @@ class GatedDeltaPrefill(_GatedDelta):
             Case("chunks", op, (130,), (0,), (2,), mode="prefill"),
             Case("padding", op, (3, 2, 2), (0, 1, 4), (1, -1, 0), "padding is nan", "prefill"),
             Case("no tokens", op, (), (), (), mode="prefill"),
-            Case("bfloat16 state", replace(op, state_dtype="bfloat16"), *ragged, mode="prefill"),
-            Case("float32", replace(op, dtype="float32", out=Tensor("float32")), *ragged, mode="prefill"),
-            Case("to fp8", replace(op, out=STATIC_FP8), *ragged, mode="prefill"),
+            Case("bfloat16 state", replace(op, state_dtype="bfloat16"), *RAGGED, mode="prefill"),
+            Case("float32", replace(op, dtype="float32", out=Tensor("float32")), *RAGGED, mode="prefill"),
+            Case("to fp8", replace(op, out=STATIC_FP8), *RAGGED, mode="prefill"),
         ]
 
 
@@ -312,9 +312,7 @@ class CausalConv(DeltaSizes, Op[["torch.Tensor", "tuple[torch.Tensor, ...]", "Ba
         weight = torch.cat([problem.params[n] for n in ("conv_q", "conv_k", "conv_v")])
         conv = problem.states["conv"].clone()
         out = torch.zeros_like(problem.args["qkv"])
-        for _, slot, context, start, end in sequences(problem.batch):
-            if slot < 0:
-                continue
+        for _, slot, context, start, end in moving(problem.batch):
             c = conv[slot] if context else torch.zeros_like(conv[slot])
             for t in range(start, end):
                 out[t], c = self.conv_step(weight, c, problem.args["qkv"][t])
@@ -326,7 +324,7 @@ class CausalConv(DeltaSizes, Op[["torch.Tensor", "tuple[torch.Tensor, ...]", "Ba
         op = cls(key_heads=2, value_heads=4, key_head_dim=8, value_head_dim=4)
         one = replace(op, decode=True)
         return [
-            Case("ragged", op, (3, 0, 1, 5), (0, 7, 2, 1), (4, 1, 6, 2), mode="prefill"),
+            Case("ragged", op, *RAGGED, mode="prefill"),
             Case("long", op, (70, 3), (5, 0), (1, 0), mode="prefill"),
             Case("padding among sequences", op, (2, 3, 2), (1, 0, 4), (1, -1, 0), mode="prefill"),
             Case("decode", one, (1, 1, 1), (1, 9, 0), (5, 0, 3), mode="decode"),
@@ -374,9 +372,7 @@ class GatedDeltaUpdate(
         qkv = torch.cat([args[name] for name in ("q", "k", "v")], 1)
         delta = problem.states["delta"].clone()
         out = qkv.new_zeros((qkv.shape[0], self.value_heads, self.value_head_dim))
-        for _, slot, context, start, end in sequences(problem.batch):
-            if slot < 0:
-                continue
+        for _, slot, context, start, end in moving(problem.batch):
             s = delta[slot] if context else torch.zeros_like(delta[slot])
             for t in range(start, end):
                 out[t], s = self.delta_step(problem.params, s, qkv[t], args["b"][t], args["a"][t])
@@ -388,7 +384,7 @@ class GatedDeltaUpdate(
         op = cls(key_heads=2, value_heads=4, key_head_dim=16, value_head_dim=8)
         one = replace(op, decode=True)
         return [
-            Case("ragged", op, (3, 0, 1, 5), (0, 7, 2, 1), (4, 1, 6, 2), mode="prefill"),
+            Case("ragged", op, *RAGGED, mode="prefill"),
             Case("padding among sequences", op, (2, 3, 2), (1, 0, 4), (1, -1, 0), mode="prefill"),
             *(Case(name, o, (1, 1, 1), (1, 9, 0), (5, 0, 3), mode="decode") for name, o in _ratios(one)),
             Case("padding", one, (1, 1), (1, 9), (5, -1), mode="decode"),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hal.batch import Batch
 from hal.kernel import Site
-from hal.ops.formulas import sequences
+from hal.ops.formulas import moving
 from hal_torch.code.small import normed
 
 Call = Callable[..., Any]
@@ -57,10 +57,8 @@ def prefill(site: Site) -> Call:
     def run(q: Tensor, gate: Tensor, state: tuple[Tensor], batch: Batch) -> Tensor:
         (kv,) = state
         out = q.new_zeros(q.shape[0], op.heads * op.head_dim)
-        for index, slot, context, start, end in sequences(batch):
+        for index, _, context, start, end in moving(batch):
             total = context + end - start
-            if slot < 0 or start == end:
-                continue
             pages = batch.page_table[index, : -(-total // op.page_size)].long()
             k, v = (kv[pages, side].flatten(0, 1)[:total].transpose(0, 1) for side in (0, 1))
             seen = torch.ones(end - start, total, dtype=torch.bool, device=q.device).tril(context)
