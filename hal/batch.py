@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from hal.errors import HalError
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 MODES = ("prefill", "decode", "verify")
+LARGEST = 2**31 - 1  # of int32, which the tensors hold
 
 
 @dataclass(frozen=True)
@@ -122,28 +125,47 @@ class Batch:
         return len(self.host.slots)
 
 
+def _ints(name: str, values: Sequence[Any], least: int = 0, most: int = LARGEST, wanted: str = "") -> None:
+    """Raise HalError unless all are ints from ``least`` to ``most``. Where they are, no line runs for each of them."""
+    ints = list(map(type, values)).count(int) == len(values)
+    if not ints or (len(values) and not least <= min(values) <= max(values) <= most):
+        bad = next(v for v in values if type(v) is not int or not least <= v <= most)
+        raise HalError(f"batch: {name}: expected {wanted or f'an int from {least} to {most}'}, got {bad!r}")
+
+
 def _sound(
     mode: str,
     lengths: Sequence[int],
     contexts: Sequence[int],
+    slots: Sequence[int],
     pages: Sequence[Sequence[int]],
     page_size: int,
     sampling: Sequence[Sampling],
     accepted: Sequence[int],
 ) -> None:
+    """Raise HalError naming what does not fit."""
+    if mode not in MODES:
+        raise HalError(f"batch mode is one of {', '.join(MODES)}, got {mode!r}")
     count = len(lengths)
-    for name, given in (("pages", pages), ("sampling", sampling), ("accepted", accepted)):
-        if len(given) not in (0, count):
+    needed, optional = (
+        {"contexts": contexts, "slots": slots},
+        {"pages": pages, "sampling": sampling, "accepted": accepted},
+    )
+    for name, given in {**needed, **optional}.items():
+        if len(given) != count and (len(given) or name in needed):
             raise HalError(f"batch: {name} has {len(given)} entries for {count} sequences")
-    if page_size < 1:
-        raise HalError(f"batch: page_size: expected 1 or more, got {page_size}")
-    least = 1 if mode == "decode" else 0
-    for name, values, low in (("lengths", lengths, least), ("contexts", contexts, 0), ("accepted", accepted, 0)):
-        if bad := [v for v in values if v < low or (name == "lengths" and mode == "decode" and v != 1)]:
-            wanted = "1 (decode is one token of each)" if name == "lengths" and mode == "decode" else f"{low} or more"
-            raise HalError(f"batch: {name}: expected {wanted}, got {bad[0]}")
-    if bad := [page for row in pages for page in row if page < 0]:
-        raise HalError(f"batch: pages: expected 0 or more, got {bad[0]}")
+    if mode == "decode":
+        _ints("lengths", lengths, 1, 1, "1 (decode is one token of each)")
+    else:
+        _ints("lengths", lengths)
+    _ints("contexts", contexts)
+    _ints("slots", slots, -LARGEST - 1)
+    _ints("pages", list(chain.from_iterable(pages)))
+    _ints("page_size", (page_size,), 1)
+    _ints("accepted", accepted)
+    _ints("lengths, all together", (sum(lengths),))
+    if mode == "verify" and (over := [pair for pair in zip(accepted, lengths, strict=False) if pair[0] > pair[1]]):
+        raise HalError(f"batch: accepted: expected at most the {over[0][1]} tokens of the sequence, got {over[0][0]}")
 
 
 def make_batch(
@@ -166,22 +188,22 @@ def make_batch(
     """
     import torch
 
-    if mode not in MODES:
-        raise HalError(f"batch mode is one of {', '.join(MODES)}, got {mode!r}")
+    _sound(mode, lengths, contexts, slots, pages, page_size, sampling, accepted)
     count = len(lengths)
-    for name, given in (("contexts", contexts), ("slots", slots)):
-        if len(given) != count:
-            raise HalError(f"batch: {name} has {len(given)} entries for {count} sequences")
-    _sound(mode, lengths, contexts, pages, page_size, sampling, accepted)
     greedy = all(s.temperature == 0 for s in sampling)
     host = Host(tuple(lengths), tuple(contexts), tuple(slots), tuple(accepted) or (0,) * count, greedy)
+    kv_lengths = host.kv_lengths
+    _ints("contexts and lengths together", kv_lengths)
     table = [list(row) for row in pages] or [[] for _ in lengths]
-    for length, context, slot, row in zip(lengths, contexts, slots, table, strict=True):
-        if pages and slot >= 0 and length and context + length > len(row) * page_size:
-            raise HalError(f"batch: {context + length} tokens need more than {len(row)} pages of {page_size}")
+    for length, total, slot, row in zip(lengths, kv_lengths, slots, table, strict=True):
+        if pages and slot >= 0 and length and total > len(row) * page_size:
+            raise HalError(f"batch: {total} tokens need more than {len(row)} pages of {page_size}")
     picks = list(sampling) or [Sampling()] * count
     most = max((len(row) for row in table), default=0)
-    held = torch.tensor([row + [-1] * (most - len(row)) for row in table], dtype=torch.int32).reshape(count, most)
+    # a buffer, for lists become a tensor several times as slowly
+    entries = array("i", [page for row in table for page in (*row, *(-1,) * (most - len(row)))])
+    held = torch.frombuffer(entries, dtype=torch.int32) if entries else torch.empty(0, dtype=torch.int32)
+    held = held.reshape(count, most)
     # of each token: its sequence, its place there
     counts = torch.tensor(lengths, dtype=torch.int64)
     ends = counts.cumsum(0)
@@ -205,7 +227,7 @@ def make_batch(
         slots=ints(slots),
         cu_seqlens=ints([0, *ends.tolist()]),
         contexts=ints(contexts),
-        kv_lengths=ints(host.kv_lengths),
+        kv_lengths=ints(kv_lengths),
         positions=place.to(device) if positions is None else positions,
         cells=cells.to(device),
         page_table=held.to(device),
@@ -214,5 +236,5 @@ def make_batch(
         temperature=floats([s.temperature for s in picks]),
         top_p=floats([s.top_p for s in picks]),
         top_k=ints([s.top_k for s in picks]),
-        uniform=floats([s.uniform(k) for s, k in zip(picks, host.kv_lengths, strict=True)]),
+        uniform=floats([s.uniform(k) for s, k in zip(picks, kv_lengths, strict=True)]),
     )
