@@ -84,6 +84,10 @@ class Resolver:
             return found
         return tuple(self._with_fallback(have, best) for have, best in zip(found, ideal, strict=True))
 
+    def why_not(self, op: AnyOp, kernel: str, rules: Rules | None = None) -> str:
+        """Why a kernel cannot serve an op by itself, whatever else can; nothing where it serves some rows."""
+        return next(str(j.reason or "") for j in self._apart(op, _Ask(rules or Rules())) if j.kernel.name == kernel)
+
     def _with_fallback(self, have: Choice, best: Choice) -> Choice:
         """What runs, with what would run if all software were there and what is missing for it."""
         if have.shape() == best.shape():

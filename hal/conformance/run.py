@@ -56,12 +56,12 @@ def verify_kernel(runtime: Runtime, op: type[Op[..., Any]], kernel: str, strided
     forced = Runtime(runtime.device, policy, runtime.registry, load=False, place=runtime.place)
     for case in op.cases():
         try:
-            choice = forced.bind(case.op, case.name).choice
-            if reason := choice.why_not(kernel, case.rows):
-                yield Verdict(op.title(), kernel, case.name, "refused", reason)
-                continue
+            reason = forced.resolver.why_not(case.op, kernel, policy.at(case.name))
+            reason = reason or forced.bind(case.op, case.name).choice.why_not(kernel, case.rows)
         except HalError as error:
-            yield Verdict(op.title(), kernel, case.name, "refused", str(error).splitlines()[0])
+            reason = str(error).splitlines()[0]
+        if reason:
+            yield Verdict(op.title(), kernel, case.name, "refused", reason)
             continue
         try:
             problems = [p for s in {False, strided} for p in _run(forced, case, s)]
