@@ -12,14 +12,16 @@ from hal.batch import Batch, make_batch
 from hal.errors import HalError
 from hal.formats import Encoded, Quantized, Tensor
 from hal.ops.base import Arg, Op, Pack
-from hal.policy import Policy
+from hal.ops.move import COLLECTIVES
+from hal.policy import Rule
 from hal.runtime import Runtime
 
 if TYPE_CHECKING:
     import torch
 
-ROTATED = 200_000_000  # bytes that all copies move at least
+ROTATED = 200_000_000  # bytes that all copies move, as far as the next two allow
 MOST_COPIES = 64
+HELD = 8_000_000_000  # bytes that all copies hold at most: a call may move little of a large table
 
 
 @dataclass(frozen=True)
@@ -45,40 +47,59 @@ class Problem:
 def problem(
     like: Runtime, op: Op[..., Any], kernel: str, rows: int, context: int = 1024, rotated: int = ROTATED
 ) -> Problem:
-    """A problem whose copies move ``rotated`` bytes. Errors: HalError with the reason why the kernel is not for it.
+    """A problem whose copies move ``rotated`` bytes, or as many copies as memory is given to.
 
     ``context``: tokens of each sequence before a decode step; a prefill is one sequence from its start.
+    Errors: HalError with the reason why the kernel is not for it.
     """
+    if isinstance(op, COLLECTIVES):
+        raise HalError("joins ranks: of one rank alone there is nothing to time")
     runtime = _forced(like, op, kernel)
+    rules = runtime.policy.at("copy0")
+    if reason := runtime.resolver.why_not(op, kernel, rules):
+        raise HalError(reason)
+    (choice,) = runtime.resolver.resolve((op,), rules)
+    if reason := choice.why_not(kernel, rows):
+        raise HalError(reason)
     batch = _batch(op, rows, context).to(runtime.place) if op.signature().batch else None
     moved = op.traffic(rows).bytes + _read_of_pages(op, batch)
-    count = max(1, min(MOST_COPIES, -(-rotated // max(moved, 1))))
-    args, params, states, calls, launches = [], [], [], [], 1
-    for copy in range(count):
-        bound = runtime.bind(op, f"copy{copy}", scales=_scales(op, runtime.place))
-        if reason := bound.choice.why_not(kernel, rows):
-            raise HalError(f"{kernel}: {reason}")
-        launches = bound.choice.at(rows).launches
-        group = runtime.group_of(bound)
-        params.append({p.name: _normal(p.shape, p.dtype, runtime.place, *p.init) for p in op.params()})
-        group.fill(params[-1])
-        args.append(_arguments(op, rows, runtime.place, params[-1]))
-        pools = group.new_state(_slots(batch)) if op.states() else ()
-        for pool in pools:
-            pool.normal_(0, 0.1)
-        states.append(pools)
-        rest = (*((pools,) if op.signature().state else ()), *((batch,) if batch is not None else ()))
-        calls.append(partial(bound.at(rows), *args[-1], *rest))
+    first, held = _copy(runtime, op, rows, batch, 0)
+    count = max(1, min(MOST_COPIES, -(-rotated // max(moved, 1)), HELD // max(held, 1)))
+    copies = [first, *(_copy(runtime, op, rows, batch, index)[0] for index in range(1, count))]
+    args, params, states, calls = zip(*copies, strict=True)
     if batch is not None:
         runtime.begin(batch)
-    return Problem(
-        op, kernel, rows, moved, tuple(args), tuple(params), tuple(states), batch, tuple(calls), launches
-    )  # fmt: skip
+    return Problem(op, kernel, rows, moved, args, params, states, batch, calls, choice.at(rows).launches)
+
+
+def _copy(
+    runtime: Runtime, op: Op[..., Any], rows: int, batch: Batch | None, index: int
+) -> tuple[tuple[tuple[Any, ...], Mapping[str, torch.Tensor], tuple[torch.Tensor, ...], Callable[[], Any]], int]:
+    """Arguments, parameters, states and call of one copy; and the bytes that it holds."""
+    bound = runtime.bind(op, f"copy{index}", scales=_scales(op, runtime.place))
+    group = runtime.group_of(bound)
+    params = {p.name: _normal(p.shape, p.dtype, runtime.place, *p.init) for p in op.params()}
+    group.fill(params)
+    args = _arguments(op, rows, runtime.place, params)
+    pools = group.new_state(_slots(batch)) if op.states() else ()
+    for pool in pools:
+        pool.normal_(0, 0.1)
+    rest = (*((pools,) if op.signature().state else ()), *((batch,) if batch is not None else ()))
+    # a kernel reads parameters in its own layout, others' kernels as they are: both are held
+    held = _nbytes((args, *params.values(), pools)) + sum(storage.nbytes for storage in group.storages.values())
+    return (args, params, pools, partial(bound.at(rows), *args, *rest)), held
+
+
+def _nbytes(value: Any) -> int:
+    """Bytes of all tensors in tuples of tuples."""
+    return sum(map(_nbytes, value)) if isinstance(value, tuple) else int(value.nbytes)
 
 
 def _forced(like: Runtime, op: Op[..., Any], kernel: str) -> Runtime:
-    policy = replace(like.policy, force=Policy.of(force=[f"{op.title()}={kernel}"]).force, strict=False)
-    runtime = Runtime(like.device, policy, like.registry, place=like.place)
+    """A runtime where the kernel serves the op; what the user forces for other ops still holds."""
+    others = tuple(rule for rule in like.policy.force if rule.op != op.title())
+    force = (Rule(kernel, op.title()), *others)
+    runtime = Runtime(like.device, replace(like.policy, force=force, strict=False), like.registry, place=like.place)
     runtime.resolver = like.resolver
     return runtime
 

@@ -116,6 +116,9 @@ class AllGather(Op[["torch.Tensor"], "torch.Tensor"]):
         return [Case("one rank", cls(columns=48), (5,)), Case("no rows", cls(columns=48), (0,))]
 
 
+COLLECTIVES = (AllReduce, AllGather)
+
+
 def _alone(op: Op[Any, Any]) -> None:
     if op.world != 1:
         raise HalError(f"{op.title()}: the reference is of one rank, world is {op.world}")
