@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hal.errors import HalError
@@ -26,17 +28,36 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stack", metavar="NAME", help="take the libraries of this shipped stack")
 
 
+def filled(text: str) -> str:
+    """An argument that names something."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a name, got ''")
+    return text
+
+
+def whole(text: str, least: int = 0) -> int:
+    """An argument that is a whole number of 0 or more."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"expected a whole number of {least} or more, got {text!r}")
+    return value
+
+
 def positive(text: str) -> int:
     """An argument that counts something: 1 or more."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"is 1 or more, got {value}")
-    return value
+    return whole(text, 1)
 
 
 def positives(text: str) -> tuple[int, ...]:
     """Such arguments with commas between."""
-    return tuple(positive(word) for word in text.split(","))
+    try:
+        return tuple(positive(word) for word in text.split(","))
+    except argparse.ArgumentTypeError:
+        wanted = "whole numbers of 1 or more with commas between"
+        raise argparse.ArgumentTypeError(f"expected {wanted}, got {text!r}") from None
 
 
 def need_torch(verb: str) -> None:
@@ -47,6 +68,18 @@ def need_torch(verb: str) -> None:
         found = False
     if not found:
         raise HalError(f"{verb} runs kernels and needs torch, which is not installed: pip install 'llm-hal[torch]'")
+
+
+def need_file(option: str, path: Path | None) -> None:
+    """Raise HalError where a file that is asked for cannot be written at the end, found at the start."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise HalError(f"{option} {path}: expected a file, got a folder")
+    if not path.parent.is_dir():
+        raise HalError(f"{option} {path}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise HalError(f"{option} {path}: cannot be written")
 
 
 def device_of(args: argparse.Namespace, registry: Registry) -> Device:

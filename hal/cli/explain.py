@@ -8,7 +8,7 @@ from typing import Any
 
 from hal.choice import rows_text
 from hal.cli.changes import changed, check_known, parse
-from hal.cli.common import add_device, add_json, positive, print_broken, resolving_runtime
+from hal.cli.common import add_device, add_json, filled, positive, print_broken, resolving_runtime
 from hal.cli.decisions import AnyOp, Decision, decisions, decisions_alone
 from hal.cli.models import build, ends, lost
 from hal.cli.shape import decision_json
@@ -25,7 +25,7 @@ SCHEMA = "hal.explain/1"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", metavar="OP", help="a logical op, see hal ops")
-    parser.add_argument("--model", metavar="NAME|FOLDER", help="take the problem from this model's plan")
+    parser.add_argument("--model", type=filled, metavar="NAME|FOLDER", help="take the problem from this model's plan")
     parser.add_argument("--tp", type=positive, default=1, metavar="N", help="ranks of tensor parallelism")
     parser.add_argument("--rows", type=int, metavar="M", help="only what serves so many rows")
     parser.add_argument(

@@ -17,16 +17,21 @@ def by_problem(results: Iterable[dict[str, Any]]) -> list[tuple[str, list[dict[s
     return [(op, rows) for (op, _), rows in groups.items()]
 
 
-def plot(answer: dict[str, Any], to: Path) -> None:
-    """Write a PNG. Errors: HalError where matplotlib is not installed."""
+def figure() -> type[Any]:
+    """What a picture is drawn on. Errors: HalError where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise HalError(f"--plot draws with matplotlib: {error}") from None
+    return Figure  # type: ignore[no-any-return]
+
+
+def plot(answer: dict[str, Any], to: Path) -> None:
+    """Write a PNG."""
     groups = by_problem(row for row in answer["results"] if row["us"] is not None)
-    figure = Figure(figsize=(7, 4.5 * max(1, len(groups))), layout="constrained")
+    drawn = figure()(figsize=(7, 4.5 * max(1, len(groups))), layout="constrained")
     for index, (op, rows) in enumerate(groups, 1):
-        axes = figure.add_subplot(len(groups), 1, index)
+        axes = drawn.add_subplot(len(groups), 1, index)
         for kernel in dict.fromkeys(r["kernel"] for r in rows):
             own = sorted((r["rows"], r["us"]) for r in rows if r["kernel"] == kernel)
             axes.plot(*zip(*own, strict=True), marker="o", label=kernel)
@@ -34,4 +39,4 @@ def plot(answer: dict[str, Any], to: Path) -> None:
         axes.plot(*zip(*least, strict=True), color="black", linestyle=":", label="bytes / ceiling")
         axes.set(xscale="log", yscale="log", xlabel="rows", ylabel="microseconds", title=op)
         axes.legend(fontsize="small")
-    figure.savefig(to, dpi=120)
+    drawn.savefig(to, dpi=120, format="png")

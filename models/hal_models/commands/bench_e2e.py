@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hal.cli.common import positives
+from hal.cli.common import need_file, positives
 from hal.errors import HalError
 from hal_models import PAGE_SIZE
 
@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
     for name, least in (("prompt", 1), ("outputs", 2)):
         if getattr(args, name) < least:
             raise HalError(f"--{name} is {least} or more, got {getattr(args, name)}")
+    need_file("--out", args.out)
     runtime = Runtime(policy=Policy.from_environment())
     model = Qwen35(configure(args.model).typed(args.dtype), runtime)
     fill(model)
