@@ -147,13 +147,11 @@ def _sound(
     if mode not in MODES:
         raise HalError(f"batch mode is one of {', '.join(MODES)}, got {mode!r}")
     count = len(lengths)
-    needed, optional = (
-        {"contexts": contexts, "slots": slots},
-        {"pages": pages, "sampling": sampling, "accepted": accepted},
-    )
-    for name, given in {**needed, **optional}.items():
-        if len(given) != count and (len(given) or name in needed):
-            raise HalError(f"batch: {name} has {len(given)} entries for {count} sequences")
+    needed = {"contexts": len(contexts), "slots": len(slots)}
+    optional = {"pages": len(pages), "sampling": len(sampling), "accepted": len(accepted)}
+    for name, entries in {**needed, **optional}.items():
+        if entries != count and (entries or name in needed):
+            raise HalError(f"batch: {name} has {entries} entries for {count} sequences")
     if mode == "decode":
         _ints("lengths", lengths, 1, 1, "1 (decode is one token of each)")
     else:

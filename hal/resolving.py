@@ -17,30 +17,14 @@ from hal.choice import Candidate, Choice, Piece, rows_text
 from hal.device import Device
 from hal.errors import HalError, PolicyError, UnresolvedError
 from hal.formats import Format
-from hal.kernel import ALL_ROWS, TIERS, Kernel, Rows
+from hal.judged import AnyOp, Judged, Key, candidate, cover, runs
+from hal.kernel import ALL_ROWS, TIERS, Kernel
 from hal.layout import Layout, default_layout
-from hal.ops.base import Op
 from hal.policy import Rules
 from hal.registry import Registry
 from hal.requirement import Reason
 
-AnyOp = Op[..., Any]
 Layouts = Mapping[str, Layout]
-Key = tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Judged:
-    """One kernel under one set of layouts: its reason, or the piece it could run."""
-
-    kernel: Kernel[Any]
-    rows: Rows
-    reason: Reason | None = None
-    piece: Piece | None = None
-    key: Key = ()
-
-    def covers(self, row: int) -> bool:
-        return self.reason is None and self.rows[0] <= row and (self.rows[1] is None or row <= self.rows[1])
 
 
 @dataclass(frozen=True)
@@ -84,9 +68,14 @@ class Resolver:
             return found
         return tuple(self._with_fallback(have, best) for have, best in zip(found, ideal, strict=True))
 
-    def why_not(self, op: AnyOp, kernel: str, rules: Rules | None = None) -> str:
-        """Why a kernel cannot serve an op by itself, whatever else can; nothing where it serves some rows."""
-        return next(str(j.reason or "") for j in self._apart(op, _Ask(rules or Rules())) if j.kernel.name == kernel)
+    def why_not(self, op: AnyOp, kernel: str, rows: int, rules: Rules | None = None) -> str:
+        """Why a kernel does not serve so many rows of an op by itself: what stands in its own way, then in the choice.
+
+        Nothing where it does. Raises what ``resolve`` raises.
+        """
+        rules = rules or Rules()
+        own = next(j.reason for j in self._apart(op, _Ask(rules)) if j.kernel.name == kernel)
+        return str(own) if own else self.resolve((op,), rules)[0].why_not(kernel, rows)
 
     def _with_fallback(self, have: Choice, best: Choice) -> Choice:
         """What runs, with what would run if all software were there and what is missing for it."""
@@ -183,7 +172,7 @@ class Resolver:
     def _one(self, op: AnyOp, layouts: dict[str, Layout], ask: _Ask) -> tuple[Choice, Key, int]:
         """Choice, rank and number of unmet forces of one op under given layouts."""
         judged = [self._judge(kernel, op, layouts, ask) for kernel in self.registry.kernels(type(op))]
-        chosen = list(_cover(judged))
+        chosen = list(cover(judged))
         if not chosen:
             raise _Uncovered
         pieces = tuple(
@@ -191,8 +180,8 @@ class Resolver:
         )
         keys = sorted(j.key for _, j in chosen)
         forced = self._forced(op, ask)
-        met = any(j.piece is not None and _runs(j.piece, op, forced) for _, j in chosen)
-        candidates = tuple(_candidate(j, chosen) for j in judged)
+        met = any(j.piece is not None and runs(j.piece, op, forced) for _, j in chosen)
+        candidates = tuple(candidate(j, chosen) for j in judged)
         broken = tuple(
             Candidate(f"backend {b.name}", ALL_ROWS, "refused", "software", f"needs its import; {b.error}")
             for b in self.registry.broken
@@ -314,7 +303,7 @@ class Resolver:
         preferred = ask.rules.preferred(op.title())
         takes = kernel.takes(op)
         return (
-            not _runs(piece, op, self._forced(op, ask)),
+            not runs(piece, op, self._forced(op, ask)),
             preferred.index(kernel.name) if kernel.name in preferred else len(preferred),
             TIERS.index(piece.tier),
             # a composed kernel does nothing itself
@@ -331,7 +320,7 @@ class Resolver:
 
     def _why(self, judged: Judged, all_: Sequence[Judged], op: AnyOp, ask: _Ask) -> str:
         name, piece = judged.kernel.name, judged.piece
-        if piece and _runs(piece, op, self._forced(op, ask)):
+        if piece and runs(piece, op, self._forced(op, ask)):
             return "forced by the policy"
         if name in ask.rules.preferred(op.title()):
             return "preferred by the policy"
@@ -354,7 +343,7 @@ class Resolver:
         lines = []
         for op in ops:
             judged = self._apart(op, ask)
-            covered = bool(list(_cover(judged)))
+            covered = bool(list(cover(judged)))
             lines.append(
                 f"no kernel for {op} on {self.device.label}" if not covered else f"{op.title()}, of its group:"
             )
@@ -368,7 +357,7 @@ class Resolver:
     def _unmet(self, choices: tuple[Choice, ...], ask: _Ask) -> None:
         for choice in choices:
             forced = self._forced(choice.op, ask)
-            if forced is None or any(_runs(piece, choice.op, forced) for piece in choice.pieces):
+            if forced is None or any(runs(piece, choice.op, forced) for piece in choice.pieces):
                 continue
             judged = {j.kernel.name: j.reason for j in self._apart(choice.op, ask)}
             listed = "\n".join(f"  {n}: {r or 'eligible'}" for n, r in judged.items())
@@ -392,48 +381,5 @@ def _edge(side: str, able: Sequence[Format], form: Format | None) -> Reason:
     return Reason("edge", f"{'takes' if side == 'x' else 'makes'} {shown}; the edge is {form}")
 
 
-def _runs(piece: Piece, op: AnyOp, kernel: str | None) -> bool:
-    """Whether a kernel runs for an op, by itself or as the part of the same op in a composed one."""
-    inner = [c for c in piece.parts.values() if c.op.title() == op.title()]
-    return piece.kernel.name == kernel or any(_runs(p, c.op, kernel) for c in inner for p in c.pieces)
-
-
 def _of(op: AnyOp, layouts: Layouts) -> dict[str, Layout]:
     return {name: layouts[name] for name in op.memories()}
-
-
-def _cover(judged: Sequence[Judged]) -> Iterator[tuple[Rows, Judged]]:
-    """The best kernel for each range of rows from 1 on; nothing where a row has none."""
-    eligible = [j for j in judged if j.reason is None]
-    starts = sorted({1, *(j.rows[0] for j in eligible), *(j.rows[1] + 1 for j in eligible if j.rows[1] is not None)})
-    found: list[tuple[int, Judged]] = []
-    for start in starts:
-        able = [j for j in eligible if j.covers(start)]
-        if not able:
-            return
-        best = min(able, key=lambda j: j.key)
-        if not found or found[-1][1] is not best:
-            found.append((start, best))
-    for index, (start, best) in enumerate(found):
-        yield (start, found[index + 1][0] - 1 if index + 1 < len(found) else None), best
-
-
-def _candidate(judged: Judged, chosen: Sequence[tuple[Rows, Judged]]) -> Candidate:
-    name = judged.kernel.name
-    if judged.reason:
-        return Candidate(name, judged.rows, "refused", judged.reason.kind, judged.reason.text)
-    if judged.piece is None or any(j is judged for _, j in chosen):
-        return Candidate(name, judged.rows, "chosen")
-    piece = judged.piece
-    first = [j.kernel.name for rows, j in chosen if _overlap(rows, judged.rows)]
-    return Candidate(
-        name,
-        judged.rows,
-        "outranked",
-        "",
-        f"tier {piece.tier}, {piece.launches} launches; {' and '.join(first)} before it",
-    )
-
-
-def _overlap(a: Rows, b: Rows) -> bool:
-    return (b[1] is None or a[0] <= b[1]) and (a[1] is None or b[0] <= a[1])

@@ -65,6 +65,15 @@ class Runtime:
         self._plans: dict[str, dict[object, Callable[[Any], object]]] = {}
         self._by_bound: dict[int, Group] = {}
 
+    def fresh(self, policy: Policy | None = None, *, load: bool = True) -> Runtime:
+        """One with nothing bound yet, under this policy or another, that remembers what was resolved here."""
+        other = Runtime(
+            self.device, policy or self.policy, self.registry,
+            load=load, place=self.place, comm=self.comm, world=self.world,
+        )  # fmt: skip
+        other.resolver = self.resolver
+        return other
+
     @property
     def rank(self) -> int:
         return self.comm.rank if self.comm else 0

@@ -56,11 +56,9 @@ def problem(
         raise HalError("joins ranks: of one rank alone there is nothing to time")
     runtime = _forced(like, op, kernel)
     rules = runtime.policy.at("copy0")
-    if reason := runtime.resolver.why_not(op, kernel, rules):
+    if reason := runtime.resolver.why_not(op, kernel, rows, rules):
         raise HalError(reason)
     (choice,) = runtime.resolver.resolve((op,), rules)
-    if reason := choice.why_not(kernel, rows):
-        raise HalError(reason)
     batch = _batch(op, rows, context).to(runtime.place) if op.signature().batch else None
     moved = op.traffic(rows).bytes + _read_of_pages(op, batch)
     first, held = _copy(runtime, op, rows, batch, 0)
@@ -99,9 +97,7 @@ def _forced(like: Runtime, op: Op[..., Any], kernel: str) -> Runtime:
     """A runtime where the kernel serves the op; what the user forces for other ops still holds."""
     others = tuple(rule for rule in like.policy.force if rule.op != op.title())
     force = (Rule(kernel, op.title()), *others)
-    runtime = Runtime(like.device, replace(like.policy, force=force, strict=False), like.registry, place=like.place)
-    runtime.resolver = like.resolver
-    return runtime
+    return like.fresh(replace(like.policy, force=force, strict=False))
 
 
 def _batch(op: Op[..., Any], rows: int, context: int) -> Batch:

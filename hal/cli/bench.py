@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 SCHEMA = "hal.bench/1"
 ROWS = (1, 8, 64, 256)
-
-
 FIGURES = ("us", "bytes", "of_ceiling", "launches", "copies", "rotated")
 
 

@@ -66,7 +66,7 @@ def _problems(
     """The decisions about an op, and where its problem comes from: a model, else the op's first case."""
     first = runtime
     for name in [model] if model else ends():
-        runtime = _like(first)
+        runtime = first.fresh(load=False)
         try:
             build(name, runtime)
         except HalError as error:
@@ -83,7 +83,7 @@ def _problems(
             raise HalError(f"{model} has no {op.title()} on {runtime.device.label}, as an op or as a part of one")
     case = op.cases()[0]
     check_known([case.op], changes)
-    runtime = _like(first)
+    runtime = first.fresh(load=False)
     runtime.bind(changed(replace(case.op, world=runtime.world), changes), "case")
     source = f"its first case, {case.name!r}, for no published model that was asked has this op on this device{lost()}"
     return runtime, decisions(runtime, op, None, site), source
@@ -108,13 +108,6 @@ def _elsewhere(name: str, runtime: Runtime, error: HalError) -> Runtime:
     except HalError:
         raise error from None
     return built
-
-
-def _like(runtime: Runtime) -> Runtime:
-    """A fresh runtime that remembers what was resolved."""
-    fresh = Runtime(runtime.device, runtime.policy, runtime.registry, load=False, world=runtime.world)
-    fresh.resolver = runtime.resolver
-    return fresh
 
 
 def _check_strict(found: list[Decision]) -> None:

@@ -53,11 +53,10 @@ def verify_kernel(runtime: Runtime, op: type[Op[..., Any]], kernel: str, strided
         numerics=Class.LOSSY,
         strict=False,
     )
-    forced = Runtime(runtime.device, policy, runtime.registry, load=False, place=runtime.place)
+    forced = runtime.fresh(policy, load=False)
     for case in op.cases():
         try:
-            reason = forced.resolver.why_not(case.op, kernel, policy.at(case.name))
-            reason = reason or forced.bind(case.op, case.name).choice.why_not(kernel, case.rows)
+            reason = forced.resolver.why_not(case.op, kernel, case.rows, policy.at(case.name))
         except HalError as error:
             reason = str(error).splitlines()[0]
         if reason:
@@ -68,13 +67,6 @@ def verify_kernel(runtime: Runtime, op: type[Op[..., Any]], kernel: str, strided
         except Exception as error:  # noqa: BLE001 - whatever a kernel raises is its verdict
             problems = [f"raised {said(error)}"]
         yield Verdict(op.title(), kernel, case.name, "failed" if problems else "passed", "; ".join(problems))
-
-
-def _like(resolved: Runtime) -> Runtime:
-    """A fresh runtime, without the plans of other cases, that remembers what was resolved."""
-    runtime = Runtime(resolved.device, resolved.policy, resolved.registry, place=resolved.place)
-    runtime.resolver = resolved.resolver
-    return runtime
 
 
 def _typed(value: torch.Tensor, kind: str) -> torch.Tensor:
@@ -88,7 +80,7 @@ def _run(resolved: Runtime, case: Case, strided: bool) -> Iterator[str]:
 
     inputs = make(case)
     place = resolved.place
-    runtime = _like(resolved)
+    runtime = resolved.fresh()  # without the plans of other cases
     bound = runtime.bind(case.op, case.name, scales={n: s.to(place) for n, s in inputs.scales.items()})
     op, given = case.op, inputs.problem.params
     runtime.group_of(bound).fill({p.name: _typed(given[p.name], p.dtype) for p in op.params()})
