@@ -40,7 +40,7 @@ DEVICE = hal.load_device("h200")
 CEILING = 4.28e12
 ROTATE = 200e6
 HEADS = ((16, 32), (4, 8), (16, 64))
-BATCHES = (1, 8, 64, 256)
+BATCHES = (1, 8, 16, 64, 128, 256)
 # the norm's output and the state, as a share of the largest value: two roundings of bfloat16
 TOLERANCE = 2.0**-7
 START, LIMIT = time.time(), float(sys.argv[1]) if len(sys.argv) > 1 else 220.0
@@ -56,36 +56,28 @@ def variants(rows: int, heads: int, kind: str) -> list[Variant]:
                                  "num_stages": 1, "EVICT": "evict_first", "ONCE": True, "PDL": True, "rows": rows}
                       | more))  # fmt: skip
 
-    def cuda(split: int, warps: int, most: int, ahead: int = 0, blocks: int = 1, pdl: bool = True) -> None:
+    def cuda(
+        split: int, warps: int, most: int, ahead: int = 0, blocks: int = 1, pdl: bool = True, early: bool = False
+    ) -> None:
         each = 128 // split // warps
         if each:
             launch = {"SPLIT": split, "WARPS": warps, "ROWS": min(most, each), "AHEAD": int(ahead and each > most),
-                      "BLOCKS": blocks}  # fmt: skip
-            found.append(("cuda", {"PDL": pdl, "more": launch}))
+                      "EARLY": int(early), "BLOCKS": blocks}  # fmt: skip
+            found.append(("cuda", {"PDL": pdl, "unaligned": launch, "more": launch}))
 
     if few:
         triton(16, 8, 1, 1, 1)
-        triton(4, 16, 2, 1, 4)
-        triton(4, 8, 4, 1, 1)
-        for split, warps in ((1, 4), (1, 8), (1, 16), (2, 4), (2, 8), (4, 2), (4, 4), (4, 8), (8, 1), (8, 2), (8, 4)):
-            for most in (8,) if kind == "float32" else (8, 16):
-                cuda(split, warps, most, 1)
-        cuda(4, 4, 8, pdl=False)
-        cuda(8, 4, 8, pdl=False)
-        cuda(2, 4, 8, 1, pdl=False)
-        cuda(1, 8, 8, 1, pdl=False)
+        for early in (False, True):
+            for split, warps in ((1, 8), (2, 4), (2, 8), (4, 2), (4, 4), (4, 8), (8, 4)):
+                cuda(split, warps, 8, 1, early=early)
         return found
     triton(1, 8, 0, 4, 1)
-    for most in (4, 8) if kind == "float32" else (4, 8, 16):
-        for warps, ahead, blocks in ((4, 0, 1), (4, 1, 1), (8, 0, 1), (8, 1, 1), (2, 0, 1), (2, 1, 1)):
-            cuda(1, warps, most, ahead, blocks)
-    for ahead, blocks in ((0, 6), (0, 7), (0, 8), (1, 5), (1, 6)):
-        cuda(1, 4, 8, ahead, blocks)
-    cuda(1, 4, 4, 1, 8)
-    cuda(2, 4, 8, 0)
-    cuda(2, 4, 8, 1)
-    cuda(1, 4, 8, 0, pdl=False)
-    cuda(1, 4, 8, 1, pdl=False)
+    for warps, ahead, blocks in ((4, 0, 1), (4, 1, 1), (8, 0, 1), (8, 1, 1), (4, 0, 8)):
+        cuda(1, warps, 8, ahead, blocks)
+    cuda(1, 8, 8, 1, early=True)
+    cuda(1, 4, 8, 1, early=True)
+    if kind == "bfloat16":
+        cuda(1, 4, 16)
     return found
 
 

@@ -44,7 +44,7 @@ def variants(name: str, rows: int, n: int, k: int) -> list[Settings]:
     held = one * chunks
     small = n < 6000
     found = []
-    for groups in (1, 2) if held < 128 else (2, 4):
+    for groups in (1, 2, 3, 4):
         for split in (1,) if name in ("mlp", "head") else (2, 4, 8) if small else (1, 2):
             for stages, boxes in ((4, 1), (6, 1), (8, 1), (3, 2), (4, 2)):
                 size = stages * boxes * (64 * groups + held) * 128 + 1024

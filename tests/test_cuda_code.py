@@ -35,14 +35,14 @@ needs_nvrtc = pytest.mark.skipif(
 
 def defined(
     op: GatedDeltaDecode, kernel: Any, device: str, ring: int, monkeypatch: pytest.MonkeyPatch
-) -> list[dict[str, int]]:
-    """What the kernel's code asks to be compiled for a site of this op, its state aligned and not."""
-    found: list[dict[str, int]] = []
+) -> list[tuple[str, dict[str, int]]]:
+    """What the kernel's code asks to be compiled for a site of this op, its state aligned and not: file, definitions."""
+    found: list[tuple[str, dict[str, int]]] = []
 
     class Asked:
         def __init__(self, file: str, name: str, arch: str, defines: dict[str, int], **_: Any) -> None:
             assert arch == hal.load_device(device).value("arch")
-            found.append(defines)
+            found.append((file, defines))
 
         def __call__(self, blocks: int, arguments: Any) -> None:
             pass
@@ -71,7 +71,7 @@ def defined(
     )
     batch = hal.batch.make_batch("decode", [1], [3], [0])
     run(projected, (torch.zeros(2, op.conv_dim, ring, dtype=torch.bfloat16), odd), batch)
-    assert [d["ALIGNED"] for d in found] == [1] * (len(found) - 1) + [0]
+    assert [d["ALIGNED"] for _, d in found] == [1] * (len(found) - 1) + [0]
     return found
 
 
@@ -80,8 +80,8 @@ def defined(
 @pytest.mark.parametrize("name", OPS)
 def test_the_decode_core_compiles(name: str, kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for ring in (4, 7):
-        for defines in defined(OPS[name], kernel(), "h200", ring, monkeypatch):
-            assert nvrtc.compiled("decode_core.cu", "sm_90", tuple(sorted(defines.items())))
+        for file, defines in defined(OPS[name], kernel(), "h200", ring, monkeypatch):
+            assert nvrtc.compiled(file, "sm_90", tuple(sorted(defines.items())))
 
 
 @needs_nvrtc
@@ -89,8 +89,8 @@ def test_the_decode_core_compiles(name: str, kernel: Any, monkeypatch: pytest.Mo
 def test_the_decode_core_compiles_for_every_architecture_that_is_claimed(
     arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    defines = defined(OP, DecodeCluster(), "h200", 4, monkeypatch)[0]
-    assert nvrtc.compiled("decode_core.cu", arch, tuple(sorted(defines.items())))
+    file, defines = defined(OP, DecodeCluster(), "h200", 4, monkeypatch)[0]
+    assert nvrtc.compiled(file, arch, tuple(sorted(defines.items())))
 
 
 @needs_nvrtc

@@ -23,25 +23,32 @@ ARCHS = ("sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
 DIMS = (64, 128)
 CONV_WIDTH = 4
 WAVES = 1  # heads a compute unit up to which a head is split
-CROWD = 4  # heads a compute unit from which blocks are small, for more of them at once
+CROWD = {"float32": 24, "bfloat16": 4}  # heads a compute unit from which they are a crowd, see `launch`
 MOST = 8  # rows of the state that a warp holds: more of them measured no faster
 
 
 def launch(op: GatedDeltaDecode, split: int, warps: int, crowd: bool = False) -> Mapping[str, int]:
     """``split`` blocks a head, of so many warps, each with ROWS rows of the state at a time.
 
-    The next rows are asked for ahead; a crowd of bfloat16 states has enough under way without.
+    Where a warp has more rows than that, the next are asked for ahead; but in a crowd of bfloat16 states,
+    whose blocks are many at once by themselves. EARLY: the whole part of the state is brought to L2 at
+    once, for blocks of a split head, and in a crowd of float32 states.
     """
     rows = op.value_head_dim // split // warps
     plain = crowd and op.state_dtype == "bfloat16"
-    ahead = rows > MOST and not plain
     return {
         "SPLIT": split,
         "WARPS": warps,
         "ROWS": min(rows, MOST),
-        "AHEAD": int(ahead),
+        "AHEAD": int(rows > MOST and not plain),
+        "EARLY": int(split > 1 or (crowd and not plain)),
         "BLOCKS": 8 if plain else 1,
     }
+
+
+def common(op: GatedDeltaDecode, device: Device) -> dict[str, Any]:
+    """What every kernel's launches share."""
+    return {"PDL": overlaps(device), "unaligned": launch(op, 1, 4)}
 
 
 class _Decode(Kernel[Any]):
@@ -73,15 +80,15 @@ class _Decode(Kernel[Any]):
 
 @kernel("cuda.decode_whole", code=CODE)
 class DecodeWhole(_Decode, Kernel[GatedDeltaDecode]):
-    """A block a row and value head: of eight warps while these are few, of four in a crowd."""
+    """A block a row and value head, of eight warps; of four in a crowd of bfloat16 states."""
 
     def settings(self, op: GatedDeltaDecode, device: Device) -> Mapping[str, Any]:
         units = device.value("compute_units")
-        few = CROWD * units // op.value_heads if isinstance(units, int) else 0
-        found: dict[str, Any] = {"PDL": overlaps(device)}
+        few = CROWD[op.state_dtype] * units // op.value_heads if isinstance(units, int) else 0
+        found = common(op, device)
         if few:
             found[str(few)] = launch(op, 1, 8)
-        return {**found, "more": launch(op, 1, 4, crowd=True)}
+        return {**found, "more": launch(op, 1, 4 if op.state_dtype == "bfloat16" else 8, crowd=True)}
 
 
 @kernel("cuda.decode_cluster", code=CODE)
@@ -98,4 +105,4 @@ class DecodeCluster(_Decode, Kernel[GatedDeltaDecode]):
         return (1, max(1, WAVES * units // op.value_heads if isinstance(units, int) else 1))
 
     def settings(self, op: GatedDeltaDecode, device: Device) -> Mapping[str, Any]:
-        return {"PDL": overlaps(device), "more": launch(op, 4, 4)}
+        return {**common(op, device), "more": launch(op, 4, 4)}

@@ -6,9 +6,9 @@
 // not one of those read, so blocks that share a channel never race. Padding (negative slot) writes
 // nothing but a row of zeros. bfloat16 activations; the state is float32 (WIDE) or bfloat16.
 //
-// The launcher defines KEY_HEADS, HEADS, K, V, RING, SPLIT, WARPS, ROWS, AHEAD, WIDE, ENCODE, PDL, BLOCKS
-// (how many run at once on a multiprocessor, at least) and ALIGNED: a lane's part of a row of the state,
-// and a ring of four, can be moved whole.
+// The launcher defines KEY_HEADS, HEADS, K, V, RING, SPLIT, WARPS, ROWS, AHEAD, EARLY, WIDE, ENCODE, PDL,
+// BLOCKS (how many run at once on a multiprocessor, at least) and ALIGNED: a lane's part of a row of the
+// state, and a ring of four, can be moved whole.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -32,6 +32,7 @@ struct Args {
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int PART = V / SPLIT;                // rows of a block
+constexpr int ROW = K * (WIDE ? 4 : 2);        // bytes of a row
 constexpr int STEPS = PART / (WARPS * ROWS);   // that a warp takes, ROWS at a time
 constexpr int EACH = K / 32;                   // elements of a row that a lane holds
 constexpr int WORDS = EACH * (WIDE ? 4 : 2) / 4;  // 32-bit words of a row that a lane holds
@@ -190,6 +191,42 @@ __device__ __forceinline__ void put(const Args& p, i64 at, float value) {
 
 __device__ __forceinline__ u32 shared(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
 
+__device__ __forceinline__ float decay_of(float a, float dt_bias, float a_log) {
+    const float raised = a + dt_bias;
+    return expf(-expf(a_log) * (raised > 20.0f ? raised : log1pf(expf(raised))));
+}
+
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+// ROWS rows of the state, one token on: both reductions are over the old rows. v and o are of these rows.
+__device__ __forceinline__ void step_rows(
+    u32 (&tile)[ROWS][WORDS], const float (&q)[EACH], const float (&k)[EACH], float decay, float beta, float product,
+    const float* v, float* o, int lane) {
+    float found[SUMS];
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        float s[EACH];
+        unpack(s, tile[r]);
+        found[r] = found[ROWS + r] = 0;
+#pragma unroll
+        for (int i = 0; i < EACH; i++) found[r] += s[i] * k[i], found[ROWS + r] += s[i] * q[i];
+    }
+    // lanes below 16 have S k, the others S q, of one row each
+    const float mine = across_warp(found, lane), other = __shfl_xor_sync(~0u, mine, 16);
+    const int own = lane % 16 / (16 / ROWS);
+    const float error = beta * (v[own] - decay * (lane < 16 ? mine : other));
+    if (lane < 16 && lane % (16 / ROWS) == 0) o[own] = decay * other + error * product;
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        const float e = __shfl_sync(~0u, error, r * (16 / ROWS));
+        float s[EACH];
+        unpack(s, tile[r]);
+#pragma unroll
+        for (int i = 0; i < EACH; i++) s[i] = decay * s[i] + e * k[i];
+        pack(tile[r], s);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_core(const __grid_constant__ Args p) {
     __shared__ float qs[K], ks[K], vs[PART], os[PART], sums[WARPS][3], squares[WARPS], parts[SPLIT];
     const int tid = threadIdx.x, lane = tid & 31, warp = tid / 32;
@@ -199,6 +236,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_core(const 
     const i64 place = row * (HEADS * V) + head * V + first;
     if (SPLIT > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
     if (PDL) {
+        // the state may still be written: it is brought near, no more
+        if (EARLY && ALIGNED && tid == 0 && slot >= 0) {
+            const char* at = p.state + i64(slot) * p.state_slot * (WIDE ? 4 : 2) + (i64(head) * V + first) * ROW;
+            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(at), "n"(PART * ROW) : "memory");
+        }
         asm volatile("griddepcontrol.wait;" ::: "memory");
         asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     }
@@ -209,7 +251,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_core(const 
     }
 
     // the state is asked for first: all else is small
-    constexpr i64 ROW = K * (WIDE ? 4 : 2);
     char* state = p.state + i64(slot) * p.state_slot * (WIDE ? 4 : 2) + (i64(head) * V + first + warp * ROWS) * ROW
                 + lane * (WORDS * 4);
     u32 tile[ROWS][WORDS], next[ROWS][WORDS];
@@ -248,9 +289,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_core(const 
             zs[i] = wide(p.z[row * p.z_row + head * V + first + c]);
             norms[i] = wide(p.norm[first + c]);
         }
-    const float raised = wide(p.a[row * p.a_row + head]) + wide(p.dt_bias[head]);
-    const float decay = expf(-expf(p.a_log[head]) * (raised > 20.0f ? raised : log1pf(expf(raised))));
-    const float beta = 1.0f / (1.0f + expf(-wide(p.b[row * p.b_row + head])));
+    const float decay = decay_of(wide(p.a[row * p.a_row + head]), wide(p.dt_bias[head]), p.a_log[head]);
+    const float beta = sigmoid(wide(p.b[row * p.b_row + head]));
     float square_q = 0, square_k = 0, product = 0;
 #pragma unroll
     for (int i = 0, c = tid; i < KEYS; i++, c += THREADS)
@@ -286,30 +326,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_core(const 
 #pragma unroll 1
     for (int step = 0; step < STEPS; step++) {
         if (AHEAD && step + 1 < STEPS) load(next, step + 1);
-        float found[SUMS];
+        const int at = (step * WARPS + warp) * ROWS;
+        step_rows(tile, q, k, decay, beta, product, vs + at, os + at, lane);
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            float s[EACH];
-            unpack(s, tile[r]);
-            found[r] = found[ROWS + r] = 0;
-#pragma unroll
-            for (int i = 0; i < EACH; i++) found[r] += s[i] * k[i], found[ROWS + r] += s[i] * q[i];
-        }
-        // lanes below 16 have S k, the others S q, of one row each
-        const float mine = across_warp(found, lane), other = __shfl_xor_sync(~0u, mine, 16);
-        const int own = lane % 16 / (16 / ROWS), at = (step * WARPS + warp) * ROWS + own;
-        const float error = beta * (vs[at] - decay * (lane < 16 ? mine : other));
-        if (lane < 16 && lane % (16 / ROWS) == 0) os[at] = decay * other + error * product;
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            const float e = __shfl_sync(~0u, error, r * (16 / ROWS));
-            float s[EACH];
-            unpack(s, tile[r]);
-#pragma unroll
-            for (int i = 0; i < EACH; i++) s[i] = decay * s[i] + e * k[i];
-            pack(tile[r], s);
-            write(state + (i64(step) * WARPS * ROWS + r) * ROW, tile[r]);
-        }
+        for (int r = 0; r < ROWS; r++) write(state + (i64(step) * WARPS * ROWS + r) * ROW, tile[r]);
         if (step + 1 < STEPS) {
             if (AHEAD) {
 #pragma unroll

@@ -35,9 +35,12 @@ class Args(ctypes.Structure):
 
 
 def decode(site: Site) -> Callable[..., Any]:
-    """SPLIT blocks, a cluster, for a row and value head; settings by the most rows, the last for any more."""
+    """SPLIT blocks, a cluster, for a row and value head.
+
+    Settings by the most rows, ``more`` for any more; ``unaligned`` for states that lie at odd addresses.
+    """
     op, settings, layout = site.op, dict(site.settings), site.layouts["conv"]
-    pdl = bool(settings.pop("PDL"))
+    pdl, unaligned = bool(settings.pop("PDL")), settings.pop("unaligned")
     launches = [(int(most) if most != "more" else None, launch) for most, launch in settings.items()]
     assert isinstance(layout, Ring)
     weight, small = site.weight("conv_weight", Packed()), [site.weight(n) for n in ("A_log", "dt_bias", "norm")]
@@ -55,19 +58,22 @@ def decode(site: Site) -> Callable[..., Any]:
         "RING": layout.length,
         "WIDE": int(op.state_dtype == "float32"),
         "ENCODE": int(encode),
+        "PDL": int(pdl),
     }
     arch = str(site.runtime.device.value("arch"))
 
     @cache
-    def function(at: int, aligned: bool) -> Function:
-        launch = launches[at][1]
-        return Function(
-            "decode_core.cu", "decode_core", arch, {**launch, **sizes, "PDL": int(pdl), "ALIGNED": int(aligned)},
+    def function(at: int | None) -> tuple[Function, int]:
+        """The kernel of a launch, and its blocks for a row."""
+        launch, aligned = (unaligned, 0) if at is None else (launches[at][1], 1)
+        made = Function(
+            "decode_core.cu", "decode_core", arch, {**launch, **sizes, "ALIGNED": aligned},
             threads=32 * launch["WARPS"], cluster=launch["SPLIT"], overlaps=pdl,
         )  # fmt: skip
+        return made, launch["SPLIT"] * op.value_heads
 
     for at in range(len(launches)):
-        function(at, True)
+        function(at)
 
     def run(projected: tuple[Tensor, ...], state: tuple[Tensor, Tensor], batch: Batch) -> Any:
         (ring, delta), rows = state, projected[0].shape[0]
@@ -79,7 +85,8 @@ def decode(site: Site) -> Callable[..., Any]:
                        ring.stride(0), delta.stride(0), weight, *small, out, scale)  # fmt: skip
             given = (x.data_ptr() if isinstance(x, Tensor) else x for x in tensors)
             at = next(i for i, (most, _) in enumerate(launches) if most is None or rows <= most)
-            function(at, aligned)(rows * op.value_heads * launches[at][1]["SPLIT"], Args(*given, op.eps, limit))
+            kernel, blocks = function(at if aligned else None)
+            kernel(rows * blocks, Args(*given, op.eps, limit))
         return Encoded(out, scale) if encode else out
 
     return run

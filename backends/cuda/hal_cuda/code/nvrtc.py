@@ -45,6 +45,7 @@ def compiled(file: str, arch: str, defines: tuple[tuple[str, int], ...]) -> byte
 @cache
 def _function(file: str, name: str, arch: str, defines: tuple[tuple[str, int], ...], shared: int) -> Any:
     """A kernel of no context yet: it runs in that of the stream it is launched on."""
+    import torch
     from cuda.bindings import driver
 
     code = compiled(file, arch, defines)
@@ -52,7 +53,8 @@ def _function(file: str, name: str, arch: str, defines: tuple[tuple[str, int], .
     kernel = _done(driver.cuLibraryGetKernel(library, name.encode()), name)
     if shared > GIVEN:
         kind = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _done(driver.cuKernelSetAttribute(kind, shared, kernel, _done(driver.cuCtxGetDevice(), name)), name)
+        device = _done(driver.cuDeviceGet(torch.cuda.current_device()), name)
+        _done(driver.cuKernelSetAttribute(kind, shared, kernel, device), name)
     return driver.CUfunction(int(kernel))
 
 
