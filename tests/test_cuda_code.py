@@ -36,7 +36,7 @@ needs_nvrtc = pytest.mark.skipif(
 def defined(
     op: GatedDeltaDecode, kernel: Any, device: str, ring: int, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[str, dict[str, int]]]:
-    """What the kernel's code asks to be compiled for a site of this op, its state aligned and not: file, definitions."""
+    """What the kernel's code asks to be compiled for a site of this op, its state aligned and not: file, names."""
     found: list[tuple[str, dict[str, int]]] = []
 
     class Asked:
