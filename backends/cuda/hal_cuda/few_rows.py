@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import ceil
 from typing import Any, ClassVar
 
 from hal_triton.needs import overlaps
@@ -23,27 +24,33 @@ WIDTHS = (8, 16, 32, 64)  # rows of x in one instruction
 TALL = 16384  # rows of the weight up to which x, read by every block, is worth 64 rows
 TILE = 64  # rows of the weight a group multiplies
 BOX = 64  # elements of K in a stage
+STEPS = 8  # of a block, at least
+# blocks that share K, and how many blocks a multiprocessor there may be then: wide clusters leave gaps
+CLUSTERS = ((2, 3), (4, 2), (8, 2.6))
 RESERVED = 1024  # bytes of shared memory that a block takes beside what it asks for, twice
 
 
 def tiles(outputs: int, columns: int, device: Device, gated: bool = False) -> Mapping[str, Any]:
-    """Launch settings by width, as measured on an H200: three blocks at once on a multiprocessor.
+    """Launch settings by width, as measured on an H200.
 
-    SPLIT blocks share K where the weight has too few rows for that. Blocks that are many by
+    SPLIT blocks, a cluster, share K where the weight has too few rows for all multiprocessors, each of
+    them STEPS steps or more. As many blocks as it takes run at once on a multiprocessor, up to three; no
+    block more has room there (SHARED), or some multiprocessors would have none. Blocks that are many by
     themselves ask for four stages, the others for as many as fit; very many take twice the rows.
     """
-    units = device.value("compute_units") or 132
+    units, memory = device.value("compute_units") or 132, device.value("shared_bytes") or 232448
     groups = 2 if outputs >= 32768 else 1
-    room = (device.value("shared_bytes") or 232448) // (4 - groups) - 2 * RESERVED
     blocks = -(-outputs * (2 if gated else 1) // (TILE * groups))
     steps = -(-columns // BOX)
     split = 1
-    while not gated and split < 8 and blocks * split * 2 <= 3 * units and steps >= 8 * split:
-        split *= 2
+    for wider, most in () if gated else CLUSTERS:
+        # the last block of a cluster has a share too
+        if blocks * wider <= most * units and steps >= STEPS * wider and -(-steps // wider) * (wider - 1) < steps:
+            split = wider
     each = -(-steps // split)
-    while each * (split - 1) >= steps:  # a block without a share
-        split //= 2
-        each = -(-steps // split)
+    # clusters of four and more do not fill all places
+    at_once = min(ceil(blocks * split / (units if split < 4 else 0.9 * units)), 4 - groups)
+    room = memory // at_once - 2 * RESERVED
     found: dict[str, Any] = {"PDL": overlaps(device)}
     for width in WIDTHS:
         stage = (TILE * groups + width) * BOX * 2
@@ -54,6 +61,7 @@ def tiles(outputs: int, columns: int, device: Device, gated: bool = False) -> Ma
             "SPLIT": split,
             "STAGES": max(2, min(stages, most, 8, each + 1)),
             "BOXES": 1,
+            "SHARED": memory // (at_once + 1) if at_once < 3 else 0,
         }
     return found
 

@@ -57,7 +57,7 @@ class Product:
     """``x [rows, K]`` times a weight ``[N, K]`` into ``out [rows, N]``.
 
     Gated: the weight is ``[gate; up]``, and out is ``silu(x gate.T) * (x up.T)``. ``settings``: by
-    width, GROUPS, SPLIT, STAGES and BOXES of the launch; PDL. Code is compiled for a width when it first comes.
+    width, GROUPS, SPLIT, STAGES, BOXES and SHARED of the launch; PDL. Code is compiled for a width when it first comes.
     """
 
     def __init__(self, weight: Tensor, settings: Mapping[str, Any], arch: str, gated: bool = False) -> None:
@@ -68,7 +68,8 @@ class Product:
 
     def defines(self, one: int, chunks: int) -> dict[str, int]:
         """What the code is compiled with, for so many rows."""
-        return {**self.settings[str(one * chunks)], "N": self.outputs, "K": self.weight.shape[1], "WIDTH": one,
+        given = {name: value for name, value in self.settings[str(one * chunks)].items() if name != "SHARED"}
+        return {**given, "N": self.outputs, "K": self.weight.shape[1], "WIDTH": one,
                 "CHUNKS": chunks, "GATED": int(self.gated), "PDL": int(self.settings["PDL"])}  # fmt: skip
 
     def compile(self, rows: int) -> None:
@@ -80,6 +81,7 @@ class Product:
         defines = self.defines(one, chunks)
         groups, split, stages, boxes = (defines[name] for name in ("GROUPS", "SPLIT", "STAGES", "BOXES"))
         shared = stages * boxes * (TILE * groups + one * chunks) * BOX * 2 + SWIZZLE
+        shared = max(shared, self.settings[str(one * chunks)].get("SHARED", 0))
         function = Function(
             FILE, "few_rows", f"{self.arch}a", defines,
             threads=128 * groups + 32, cluster=split, shared=shared, overlaps=self.settings["PDL"],
