@@ -84,7 +84,10 @@ GATES = [
         {"nvcc": None, "cutlass_dsl": None},
         f"needs nvcc >=12.3; {ABSENT}, or flashinfer_jit_cache 0.7.4; h200 has none",
     ),
-    (DELTA, {"cutlass_dsl": None}, f"needs cutlass_dsl >=4.5; {ABSENT}"),
+    (DELTA, {"cutlass_dsl": None}, f"needs cutlass_dsl >=4.8; {ABSENT}"),
+    (DELTA, {"cutlass_dsl": "4.5.0"}, "needs cutlass_dsl >=4.8; h200 has 4.5.0"),
+    (DELTA, {"flashinfer": "0.6.18", "cutlass_dsl": "4.4.2"}, "needs cutlass_dsl >=4.5; h200 has 4.4.2"),
+    (DELTA, {"flashinfer": "0.6.18", "cutlass_dsl": "4.5.0"}, ""),
     (DELTA, {"nvcc": None}, ""),
     (DELTA, {**OLD, "cutlass_dsl": None}, ""),
     (
@@ -159,6 +162,14 @@ def test_an_add_leaves_its_arguments_alone(runtime: hal.Runtime) -> None:
     assert torch.equal(partial, before[0])
     assert torch.equal(residual, before[1])
     assert torch.equal(summed, (before[0].float() + before[1].float()).bfloat16())
+
+
+def test_an_activation_takes_rows_with_others_beside_them(runtime: hal.Runtime) -> None:
+    _, bound = bind(runtime, SILU)
+    wide = torch.randn(3, 256).bfloat16()
+    for x in (wide[:, :128], wide[:, 8:136], wide[:, 4:132], wide[1:, 128:]):
+        gate, up = x.float().chunk(2, 1)
+        torch.testing.assert_close(bound(x), (torch.nn.functional.silu(gate) * up).bfloat16(), rtol=0.01, atol=0.01)
 
 
 def step(lengths: list[int], contexts: list[int]) -> hal.Batch:

@@ -21,7 +21,6 @@ TOOLKITS: Mapping[str, str] = {
     "sm_121": "12.9",
 }
 HOPPER_IN_DSL = "0.6.18"  # from here FlashInfer's delta rule of sm_90 is in CuTe DSL too
-DSL = ">=4.5"  # as FlashInfer's own metadata asks
 HALVES = ("bfloat16", "float16")
 
 
@@ -49,6 +48,16 @@ def flashinfer(*archs: str) -> tuple[Requirement, ...]:
         library("flashinfer", ">=0.6.13,<0.8"),
         Toolkit(),
     )
+
+
+def older(device: Device, version: str) -> bool:
+    """Whether FlashInfer is there and of a version before this one."""
+    return library("flashinfer", f"<{version}")(device) is None
+
+
+def no_dsl(device: Device) -> Reason | None:
+    """Why CuTe DSL cannot compile for this FlashInfer, or nothing; the versions are those its metadata asks."""
+    return library("cutlass_dsl", ">=4.5" if older(device, "0.7") else ">=4.8")(device)
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,7 @@ class CompiledOrDsl:
     kind: Kind = "software"
 
     def __call__(self, device: Device) -> Reason | None:
-        return Compiled()(device) if library("cutlass_dsl", DSL)(device) else None
+        return Compiled()(device) if no_dsl(device) else None
 
 
 @dataclass(frozen=True)
@@ -97,6 +106,6 @@ class DeltaRule:
 
     def __call__(self, device: Device) -> Reason | None:
         hopper = device.value("arch") == "sm_90"
-        if hopper and not library("flashinfer", f"<{HOPPER_IN_DSL}")(device):
+        if hopper and older(device, HOPPER_IN_DSL):
             return Compiled()(device)
-        return library("cutlass_dsl", DSL)(device) or (None if hopper else library("cuda", ">=13")(device))
+        return no_dsl(device) or (None if hopper else library("cuda", ">=13")(device))
