@@ -53,13 +53,19 @@ def cores(found: Find, problem: Any) -> Calls:
 
 
 def launches(folder: Path, op: Any, rows: int, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Its settings for both products: tuned for so many rows where a file of it is there, else its defaults."""
+    """Its settings for both products: tuned for so many rows where a file of it is there, else its defaults.
+
+    Files are by version of triton: that which is installed, else the last.
+    """
+    import triton
+
     plain = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 8}
     few = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 32, "BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 1}
     stem = f"E={op.experts},N={op.intermediate},device_name={device.replace(' ', '_')}"
 
     def tuned(name: str) -> dict[str, Any] | None:
-        files = sorted(folder.glob(f"configs/*/{name}.json"))
+        here = f"triton_{triton.__version__.replace('.', '_')}"
+        files = sorted(folder.glob(f"configs/*/{name}.json"), key=lambda f: (f.parent.name == here, f.parent.name))
         if not files:
             return None
         table = json.loads(files[-1].read_text())

@@ -365,9 +365,13 @@ def test_sglang_s_experts_are_the_routed_ones(
     torch.testing.assert_close(got.double(), wanted, rtol=0.03, atol=0.03)
 
 
-def test_launches_are_the_tuned_ones_nearest_to_the_rows(adapter: Any, tmp_path: Path) -> None:
+def test_launches_are_the_tuned_ones_nearest_to_the_rows(
+    adapter: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     import peers_sglang
+    import triton
 
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
     op = MoE.cases()[0].op
     folder = tmp_path / "configs" / "triton_3_6_0"
     folder.mkdir(parents=True)
@@ -375,9 +379,13 @@ def test_launches_are_the_tuned_ones_nearest_to_the_rows(adapter: Any, tmp_path:
     sizes = {str(n): {"BLOCK_SIZE_M": n} for n in (16, 64)}
     (folder / f"{stem}.json").write_text(json.dumps({**sizes, "triton_version": "3.6.0"}))
     (folder / f"{stem}_down.json").write_text(json.dumps({"16": {"BLOCK_SIZE_M": 128, "num_warps": 8}}))
+    (tmp_path / "configs" / "triton_3_7_1").mkdir()
+    (tmp_path / "configs" / "triton_3_7_1" / f"{stem}.json").write_text(json.dumps({"1": {"BLOCK_SIZE_M": 1}}))
     for rows, block in ((1, 16), (39, 16), (41, 64), (4096, 64)):
         up, down = peers_sglang.launches(tmp_path, op, rows, "NVIDIA H200")
         # one sorting serves both
         assert (up, down) == ({"BLOCK_SIZE_M": block}, {"BLOCK_SIZE_M": block, "num_warps": 8})
+    monkeypatch.setattr(triton, "__version__", "3.9.0")
+    assert peers_sglang.launches(tmp_path, op, 5, "NVIDIA H200")[0] == {"BLOCK_SIZE_M": 1}
     assert peers_sglang.launches(tmp_path, op, 5, "NVIDIA B200")[0]["BLOCK_SIZE_N"] == 32
     assert peers_sglang.launches(tmp_path, op, 7, "NVIDIA B200")[0]["BLOCK_SIZE_N"] == 64
