@@ -165,6 +165,32 @@ def test_a_torch_that_has_started_cuda_here_is_asked_here(root, monkeypatch, tmp
     assert cuda.probe(root)["name"] == Fact("number 3", "probed", "torch")
 
 
+def compiler(folder: Path, text: str) -> Path:
+    """A program ``bin/nvcc`` in a folder."""
+    found = folder / "bin" / "nvcc"
+    found.parent.mkdir(parents=True)
+    found.write_text(f"#!/bin/sh\n{text}\n")
+    found.chmod(0o755)
+    return found
+
+
+def test_the_compiler_is_that_of_cuda_home_or_of_path(root, monkeypatch, tmp_path) -> None:
+    told = "echo 'Cuda compilation tools, release 13.0, V13.0.88'"
+    in_home, in_path = compiler(tmp_path / "home", told), compiler(tmp_path / "other", told.replace("13.0", "12.9"))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setenv("PATH", f"{in_path.parent}:/bin")
+    assert cuda.probe(root)["nvcc"] == Fact("12.9", "probed", str(in_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    assert cuda.probe(root)["nvcc"] == Fact("13.0", "probed", str(in_home))
+    in_home.write_text("#!/bin/sh\necho no release\n")
+    assert cuda.probe(root)["nvcc"] == Fact(None, "failed", f"{in_home} --version: names no release")
+    in_home.write_text("#!/bin/sh\nexit 3\n")
+    assert cuda.probe(root)["nvcc"].source == "failed"
+    in_home.unlink()  # CUDA_HOME alone counts where it is set
+    assert cuda.probe(root)["nvcc"] == Fact(None, "probed", f"{in_home} is not there")
+
+
 @pytest.mark.parametrize("error", [KeyError("gfx1201"), RuntimeError(), OSError(), ImportError(), SystemExit(1)])
 def test_aiter_that_would_fail_at_import_is_broken_and_never_imported(error, monkeypatch, tmp_path) -> None:
     text = f"open(__file__ + '.ran', 'w')\nraise {error!r}"

@@ -199,12 +199,15 @@ class AttentionPrefill(_Attention):
     @classmethod
     def cases(cls) -> Sequence[Case]:
         op = cls._small()
+        wide = replace(op, head_dim=256)
         return [
             Case("ragged", op, (5, 0, 1, 9, 0), (0, 3, 7, 2, 0), (0, 1, 2, 3, 4), mode="prefill"),
             Case("one kv head", replace(op, kv_heads=1), (5, 3), (0, 3), (0, 1), mode="prefill"),
             Case("padding", op, (2, 3), (0, 0), (0, -1), mode="prefill"),
             Case("no rows", op, (), (), (), mode="prefill"),
             Case("to fp8", replace(op, out=STATIC_FP8), (5, 3), (0, 3), (0, 1), mode="prefill"),
+            Case("head dim 256", wide, (5, 0, 3), (0, 3, 5), (0, 1, 2), mode="prefill"),
+            Case("head dim 256, padding", wide, (2, 3, 1), (0, 0, 5), (0, -1, 1), mode="prefill"),
         ]
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hal.batch import Batch
 
 BF16 = Tensor("bfloat16")
+DECAYS = ("no decay", "full decay", "one full decay")
 # lengths, contexts, slots: two sequences have no tokens, one of them nothing before
 RAGGED = ((3, 0, 1, 5, 0), (0, 7, 2, 1, 0), (4, 1, 6, 2, 0))
 
@@ -92,6 +93,17 @@ class DeltaSizes:
     def delta_state(self) -> State:
         shape = (self.value_heads, self.value_head_dim, self.key_head_dim)
         return State("delta", shape, self.state_dtype, VK())
+
+    def at_limits(self, variant: str, problem: Problem) -> None:
+        """Gates that let all pass or nothing: the variants of DECAYS."""
+        a = {"no decay": -60.0, "full decay": 50.0, "one full decay": -60.0}[variant]
+        args, params = problem.args, problem.params
+        params["A_log"].zero_()
+        params["dt_bias"].zero_()
+        args["a"].fill_(a)
+        if variant == "one full decay":
+            args["a"][args["a"].shape[0] // 2] = 100.0
+        args["b"].fill_(30.0)
 
     def conv_step(
         self, weight: torch.Tensor, state: torch.Tensor, x: torch.Tensor
@@ -168,14 +180,9 @@ class _GatedDelta(DeltaSizes, Op[["tuple[torch.Tensor, ...]", "tuple[torch.Tenso
         return True
 
     def adjust(self, variant: str, problem: Problem) -> None:
-        args, params = problem.args, problem.params
-        if variant in ("no decay", "full decay", "one full decay"):
-            params["A_log"].zero_()
-            params["dt_bias"].zero_()
-            args["a"].fill_({"no decay": -60.0, "full decay": 50.0, "one full decay": -60.0}[variant])
-            if variant == "one full decay":
-                args["a"][args["a"].shape[0] // 2] = 100.0
-            args["b"].fill_(30.0)
+        args = problem.args
+        if variant in DECAYS:
+            self.at_limits(variant, problem)
         elif variant == "zero keys":
             args["qkv"][:, self.key_dim : 2 * self.key_dim] = 0.0
             problem.states["conv"].zero_()
@@ -214,7 +221,7 @@ class GatedDeltaPrefill(_GatedDelta):
     def cases(cls) -> Sequence[Case]:
         op = cls(key_heads=2, value_heads=4, key_head_dim=16, value_head_dim=8)
         found = [Case(name, o, *RAGGED, mode="prefill") for name, o in _ratios(op)]
-        for variant in ("no decay", "full decay", "one full decay", "zero keys"):
+        for variant in (*DECAYS, "zero keys"):
             found.append(Case(variant, op, (64, 65), (0, 3), (1, 0), variant, "prefill"))
         return [
             *found,
@@ -379,13 +386,25 @@ class GatedDeltaUpdate(
             delta[slot] = s
         return (out,), {"delta": delta}
 
+    def adjust(self, variant: str, problem: Problem) -> None:
+        if variant in DECAYS:
+            self.at_limits(variant, problem)
+        else:
+            super().adjust(variant, problem)
+
     @classmethod
     def cases(cls) -> Sequence[Case]:
         op = cls(key_heads=2, value_heads=4, key_head_dim=16, value_head_dim=8)
         one = replace(op, decode=True)
+        wide = replace(op, key_heads=1, value_heads=2, key_head_dim=128, value_head_dim=128)
+        among = (2, 3, 2), (1, 0, 4), (1, -1, 0)
         return [
             Case("ragged", op, *RAGGED, mode="prefill"),
-            Case("padding among sequences", op, (2, 3, 2), (1, 0, 4), (1, -1, 0), mode="prefill"),
+            Case("padding among sequences", op, *among, mode="prefill"),
+            Case("head dim 128", wide, (66, 0, 3), (0, 7, 3), (1, 2, 0), mode="prefill"),
+            Case("head dim 128, one to one", replace(wide, key_heads=2), *RAGGED, mode="prefill"),
+            Case("head dim 128, padding", replace(wide, state_dtype="bfloat16"), *among, mode="prefill"),
+            *(Case(f"head dim 128, {v}", wide, (5,), (3,), (0,), v, "prefill") for v in DECAYS),
             *(Case(name, o, (1, 1, 1), (1, 9, 0), (5, 0, 3), mode="decode") for name, o in _ratios(one)),
             Case("padding", one, (1, 1), (1, 9), (5, -1), mode="decode"),
             Case("no rows", one, (), (), (), mode="decode"),

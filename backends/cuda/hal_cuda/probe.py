@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -169,10 +171,26 @@ def _libraries() -> dict[str, Fact]:
     return {
         "cuda": built_with("cuda"),
         "flashinfer": library("flashinfer-python", module="flashinfer"),
-        "cutlass_dsl": library("nvidia-cutlass-dsl"),
+        "flashinfer_jit_cache": library("flashinfer-jit-cache", module="flashinfer_jit_cache"),
+        "cutlass_dsl": library("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base"),
+        "nvcc": _nvcc(),
         "cuda_core": library("cuda-core"),
         "cuda_bindings": library("cuda-bindings"),
     }
+
+
+def _nvcc() -> Fact:
+    """The compiler that builds of CUDA code would take: of CUDA_HOME or CUDA_PATH, of PATH, of the usual folder."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    found = str(Path(home) / "bin/nvcc") if home else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    if not Path(found).exists():
+        return Fact(None, "probed", f"{found} is not there" if home else f"it is not in PATH, and {found} is not there")
+    words = [found, "--version"]
+    told, error = attempt(lambda: subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout)
+    release = re.search(r"release (\d+\.\d+)", told or "")
+    if release is None:
+        return Fact(None, "failed", f"{found} --version: {error or 'names no release'}")
+    return Fact(release[1], "probed", found)
 
 
 def _driver(root: Path) -> Fact:
