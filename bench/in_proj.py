@@ -1,7 +1,7 @@
 """The in-projection over the eight models, ranks and rows: is the kernel that is chosen the fastest?
 
-``PYTHONPATH=.:backends/torch:backends/triton:backends/cuda:models python bench/in_proj.py [seconds]``; needs a
-GPU. Every kernel that can run a problem is timed twice, in two passes over all problems. The first pass says
+``PYTHONPATH=.:backends/torch:backends/triton:backends/cuda:models python bench/in_proj.py [seconds [model ...]]``;
+needs a GPU. Every kernel that can run a problem is timed twice, in two passes over all problems. The first pass says
 which is the fastest, the second judges: ``share`` is the chosen one's time over that one's, ``behind`` the
 difference in microseconds, both of the second pass. $OUT/in-proj.json has all times.
 """
@@ -37,7 +37,7 @@ def problems(like: Runtime) -> dict[InProj, list[str]]:
     from dataclasses import replace
 
     found: dict[InProj, list[str]] = {}
-    for name in PUBLISHED:
+    for name in sys.argv[2:] or PUBLISHED:
         for world in RANKS:
             plan = Runtime(like.device, like.policy, like.registry, load=False, world=world)
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ class Problem:
     """``copies`` of one call of an op with so many rows, bound to one kernel.
 
     args, params, states and batch of each copy; ``calls`` runs each of them. bytes: what one call
-    moves at least. Other libraries' kernels can be timed on the same tensors.
+    moves at least. captures: a graph may hold the calls. Other libraries' kernels can be timed on the same tensors.
     """
 
     op: Op[..., Any]
@@ -42,6 +42,7 @@ class Problem:
     batch: Batch | None
     calls: tuple[Callable[[], Any], ...]
     launches: int
+    captures: bool
 
 
 def problem(
@@ -67,7 +68,8 @@ def problem(
     args, params, states, calls = zip(*copies, strict=True)
     if batch is not None:
         runtime.begin(batch)
-    return Problem(op, kernel, rows, moved, args, params, states, batch, calls, choice.at(rows).launches)
+    piece = choice.at(rows)
+    return Problem(op, kernel, rows, moved, args, params, states, batch, calls, piece.launches, piece.captures)
 
 
 def _copy(
@@ -81,7 +83,7 @@ def _copy(
     args = _arguments(op, rows, runtime.place, params)
     pools = group.new_state(_slots(batch)) if op.states() else ()
     for pool in pools:
-        pool.normal_(0, 0.1)
+        pool.normal_(0, 0.1, generator=_random(runtime.place))
     rest = (*((pools,) if op.signature().state else ()), *((batch,) if batch is not None else ()))
     # a kernel reads parameters in its own layout, others' kernels as they are: both are held
     held = _nbytes((args, *params.values(), pools)) + sum(storage.nbytes for storage in group.storages.values())
@@ -143,7 +145,15 @@ def _scales(op: Op[..., Any], place: str) -> dict[str, Any]:
 def _normal(shape: tuple[int, ...], kind: str, place: str, mean: float = 0.0, deviation: float = 1.0) -> torch.Tensor:
     import torch
 
-    return torch.empty(shape, device=place).normal_(mean, deviation).to(getattr(torch, kind))
+    return torch.empty(shape, device=place).normal_(mean, deviation, generator=_random(place)).to(getattr(torch, kind))
+
+
+@cache
+def _random(place: str) -> torch.Generator:
+    """Of its own: a capture that fails leaves torch's default one unusable."""
+    import torch
+
+    return torch.Generator(place).manual_seed(0)
 
 
 def _arguments(op: Op[..., Any], rows: int, place: str, params: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -158,7 +168,8 @@ def _arguments(op: Op[..., Any], rows: int, place: str, params: Mapping[str, Any
             return Encoded(_normal(shape(arg), arg.format.value, place), params["input_scale"])
         if arg.format.dtype.startswith("int"):
             kind = getattr(torch, arg.format.dtype)
-            return torch.randint(getattr(op, "vocab", 8), shape(arg), device=place, dtype=kind)
+            most = getattr(op, "vocab", 8)
+            return torch.randint(most, shape(arg), device=place, dtype=kind, generator=_random(place))
         return _normal(shape(arg), arg.format.dtype, place)
 
     def pack(item: Pack) -> tuple[Any, ...]:

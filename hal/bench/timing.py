@@ -13,26 +13,28 @@ TRIES = 5
 CEILING = 2**31  # bytes of each side
 
 
-def microseconds(runtime: Runtime, calls: Sequence[Callable[[], Any]]) -> float:
+def microseconds(runtime: Runtime, calls: Sequence[Callable[[], Any]], *, captures: bool = True) -> float:
     """Microseconds of one call: what two more rounds of all of them add, the least of several tries.
 
     Where they add nothing that can be measured, a third of three rounds: a bound from above.
-    Where no graph can be captured the host's own time is in it.
+    Where no graph can be captured, or none may hold the calls, the host's own time is in it.
     """
+    import torch
+
     for call in calls:
         call()
-    if not runtime.can_capture:
+    if not (runtime.can_capture and captures):
 
         def host(rounds: int) -> float:
             begun = time.perf_counter()
             for _ in range(rounds):
                 for call in calls:
                     call()
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()
             return (time.perf_counter() - begun) * 1e6
 
         return _least(host, len(calls))
-    import torch
-
     torch.accelerator.synchronize()
     # outputs must not be given away while the graph lives
     replay, _kept = runtime.capture(lambda: [call() for call in calls])

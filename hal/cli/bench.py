@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "hal.bench/1"
 ROWS = (1, 8, 64, 256)
-FIGURES = ("us", "bytes", "of_ceiling", "launches", "copies", "rotated")
+FIGURES = ("us", "bytes", "of_ceiling", "launches", "copies", "rotated", "host")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -164,7 +164,7 @@ def _ours(
 
     try:
         given = problem(runtime, size, name, rows, args.context, args.rotate * 1_000_000)
-        return _figures(runtime, given.calls, given.bytes, most, given.launches), given
+        return _figures(runtime, given.calls, given.bytes, most, given.launches, given.captures), given
     except Exception as error:  # noqa: BLE001 - whatever a kernel or an allocation raises is its reason
         return _refused(error), None
 
@@ -198,13 +198,19 @@ def _named_calls(found: Any) -> Mapping[str, Sequence[Callable[[], Any]]]:
 
 
 def _figures(
-    runtime: Runtime, calls: Sequence[Callable[[], Any]], moved: int, most: float, launches: int | None = None
+    runtime: Runtime,
+    calls: Sequence[Callable[[], Any]],
+    moved: int,
+    most: float,
+    launches: int | None = None,
+    captures: bool = True,
 ) -> dict[str, Any]:
     from hal.bench import microseconds
 
-    us, copies = microseconds(runtime, calls), len(calls)
+    us, copies = microseconds(runtime, calls, captures=captures), len(calls)
+    host = not (runtime.can_capture and captures)
     share = moved / most / (us * 1e-6) if us else None
-    return dict(zip(FIGURES, (us, moved, share, launches, copies, copies * moved), strict=True)) | {"reason": ""}
+    return dict(zip(FIGURES, (us, moved, share, launches, copies, copies * moved, host), strict=True)) | {"reason": ""}
 
 
 def _refused(error: Exception) -> dict[str, Any]:
@@ -223,13 +229,19 @@ def _print(answer: dict[str, Any]) -> None:
             ("rows", "kernel", "us", "MB", "of ceiling", "launches", "copies", "MB of all", ""),
             [
                 (r["rows"], r["kernel"], f"{r['us']:.2f}", f"{r['bytes'] / 1e6:.2f}", _share(r["of_ceiling"]),
-                 r["launches"], r["copies"], f"{r['rotated'] / 1e6:.2f}", "chosen" if r["chosen"] else "")
+                 r["launches"], r["copies"], f"{r['rotated'] / 1e6:.2f}", _marks(r, answer["timed"]))
                 for r in timed
             ],
         )  # fmt: skip
         refused = {(r["kernel"], r["reason"]) for r in rows if r["us"] is None}
         for kernel, reason in sorted(refused):
             print(f"refused: {kernel}: {reason}")
+
+
+def _marks(row: dict[str, Any], timed: str) -> str:
+    """What is to be said of a row beside its figures."""
+    host = row["host"] and timed == "graph replay"
+    return ", ".join(text for text, said in (("chosen", row["chosen"]), ("with the host's time", host)) if said)
 
 
 def _share(share: float | None) -> str:
