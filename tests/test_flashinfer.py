@@ -193,34 +193,19 @@ def test_a_step_is_planned_once_for_all_layers_and_again_only_if_another_came_be
         assert (Wrapper.made, Wrapper.planned) == (1, count)
 
 
-def test_a_prefill_is_not_captured_and_says_how_it_is_launched(runtime: hal.Runtime) -> None:
+def test_a_prefill_is_not_captured_and_says_how_it_is_launched() -> None:
     for label, backend in (("h200", "fa3"), ("b200", "fa2"), ("a100", "fa2")):
-        resolver = hal.Resolver(hal.Registry.installed(), device(label))
-        piece = resolver.resolve((ATTENTION,))[0].at(64)
+        policy = hal.Policy.of(force=[f"AttentionPrefill={KERNELS[ATTENTION]}"])
+        runtime = hal.Runtime(device(label), policy, hal.Registry.installed(), load=False)
+        piece = runtime.bind(ATTENTION, "it").choice.at(64)
         assert (piece.kernel.name, piece.settings["backend"]) == (KERNELS[ATTENTION], backend)
         assert not piece.captures
 
 
-def test_tiers_alone_decide_beside_ours() -> None:
-    """What is measured is moved by no rule of its own: a library comes before what is portable."""
-    chosen = {}
+def test_what_is_not_measured_is_not_chosen_and_what_is_not_installed_is_not_missed() -> None:
     for version in ("0.7.4", None):
         resolver = hal.Resolver(hal.Registry.installed(), device("h200", flashinfer=version))
         for op in KERNELS:
             choice = resolver.resolve((op,))[0]
-            chosen[op.title(), version] = choice.at(64).kernel.name
-            assert bool(choice.fell_back) == (version is None and op not in (ADD, DELTA))
-    assert chosen == {
-        ("RMSNorm", "0.7.4"): "cuda.flashinfer_rms_norm",
-        ("RMSNorm", None): "triton.rms_norm",
-        # the sum is a launch of its own
-        ("AddRMSNorm", "0.7.4"): "triton.add_rms_norm",
-        ("AddRMSNorm", None): "triton.add_rms_norm",
-        ("SiluMul", "0.7.4"): "cuda.flashinfer_silu_mul",
-        ("SiluMul", None): "triton.silu_mul",
-        ("AttentionPrefill", "0.7.4"): "cuda.flashinfer_prefill",
-        ("AttentionPrefill", None): "triton.attention_prefill",
-        # of two libraries the one with fewer launches
-        ("GatedDeltaUpdate", "0.7.4"): "triton.fla_chunk",
-        ("GatedDeltaUpdate", None): "triton.fla_chunk",
-    }
+            assert choice.at(64).kernel.name.startswith("triton.")
+            assert not choice.fell_back

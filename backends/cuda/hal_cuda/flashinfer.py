@@ -29,7 +29,7 @@ def ragged(op: Any, name: str) -> Reason | None:
 
 
 class _Norm(Kernel[Any]):
-    tier: ClassVar[Tier] = "library"
+    tier: ClassVar[Tier] = "composed"
     needs = (*flashinfer(), CompiledOrDsl())
 
     def refuses(self, op: Any, device: Device) -> Reason | None:
@@ -63,7 +63,7 @@ class FlashInferAddRMSNorm(_Norm, Kernel[AddRMSNorm]):
 class FlashInferSiluMul(Kernel[SiluMul]):
     """``silu_and_mul``; rows that do not lie one after the other are copied first."""
 
-    tier: ClassVar[Tier] = "library"
+    tier: ClassVar[Tier] = "composed"
     needs = (*flashinfer(), Compiled())
 
     def refuses(self, op: SiluMul, device: Device) -> Reason | None:
@@ -77,7 +77,7 @@ class FlashInferSiluMul(Kernel[SiluMul]):
 class FlashInferPrefill(Kernel[AttentionPrefill]):
     """``BatchPrefillWithPagedKVCacheWrapper``, planned on the host once a step; then the gate by torch."""
 
-    tier: ClassVar[Tier] = "library"
+    tier: ClassVar[Tier] = "composed"
     needs = (*flashinfer(), Compiled())
     launches = 4
     captures = False
