@@ -11,7 +11,7 @@ from hal.kernel import Kernel, Part, Rows, Tier, kernel
 from hal.numerics import Class, Numerics
 from hal.opening import norm_part
 from hal.ops import MoE
-from hal_triton.needs import TRITON, next_power_of_2
+from hal_triton.needs import TRITON, next_power_of_2, overlaps
 
 CODE = "hal_triton.code.moe"
 FEW_ROWS = 8  # above, experts are chosen twice often enough to be read once for all their rows
@@ -30,12 +30,15 @@ class _MoE(Kernel[MoE]):
 @kernel("triton.moe_few", code=f"{CODE}:few")
 class TritonMoEFew(_MoE, Kernel[MoE]):
     """A program per row, expert and block of outputs, whole rows of weights at a time; the shared
-    expert is one more. Three launches and the norm; the choice is made again in each program."""
+    expert is one more. Three launches, with the norm, or one more where that reduces over ranks."""
 
-    launches = 4
+    launches = 3
 
     def rows(self, op: MoE, device: Device) -> Rows:
         return (1, FEW_ROWS)
+
+    def parts(self, op: MoE) -> Mapping[str, Part]:
+        return super().parts(op) if op.world > 1 else {}
 
     def numerics(self, op: MoE) -> Numerics:
         # the normed row, the activation
@@ -44,15 +47,17 @@ class TritonMoEFew(_MoE, Kernel[MoE]):
     def settings(self, op: MoE, device: Device) -> Mapping[str, Any]:
         elements = 4096 * 2 // (dtype(op.dtype).bits // 8)  # of weights, that a program holds at a time
 
-        def launch(outputs: int, columns: int) -> Mapping[str, int]:
+        def launch(outputs: int, columns: int, warps: int = 4) -> Mapping[str, int]:
             block = min(next_power_of_2(columns), elements // outputs)
-            return {"BLOCK_N": outputs, "BLOCK_K": block, "num_warps": 4, "num_stages": 3}
+            return {"BLOCK_N": outputs, "BLOCK_K": block, "PDL": overlaps(device), "num_warps": warps, "num_stages": 3}
 
-        widest = max(op.intermediate, op.shared_intermediate)
+        # the norm is over a whole row; one wave a program on AMD: what it wrote lies before its count
+        warps, row = 4 if device.value("vendor") == "cuda" else 1, next_power_of_2(op.hidden)
         return {
-            "logits": launch(4, op.hidden),
+            "opening": {**launch(max(1, min(4, elements // row)), op.hidden, warps), "BLOCK_K": row},
             "gate_up": launch(4, op.hidden),
-            "down": launch(8, widest),
+            "down": launch(8, max(op.intermediate, op.shared_intermediate)),
+            "rows": FEW_ROWS,
         }
 
 

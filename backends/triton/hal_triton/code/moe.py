@@ -16,103 +16,150 @@ from torch import Tensor
 
 from hal.kernel import Site
 from hal.layout import Packed
-from hal_triton.needs import cdiv, next_power_of_2
+from hal_triton.code.parts import begin
+from hal_triton.needs import cdiv, launched, next_power_of_2
 
 Call = Callable[..., Any]
 
 
 @triton.jit
 def _choose(logits_ptr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, E_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr):
-    """Ids ``[K_BLOCK]`` and weights (sum 1) of a row's largest logits; the lower id wins a tie."""
+    """Ids ``[K_BLOCK]`` and weights (sum 1) of a row's largest logits; the lower id wins a tie.
+
+    Bits of a float, those of a negative one turned round, are in the order of the floats; with the
+    id behind them one maximum finds both. NaN is above or below all: some expert that exists.
+    """
     expert, place = tl.arange(0, E_BLOCK), tl.arange(0, K_BLOCK)
-    left = tl.load(logits_ptr + expert, mask=expert < EXPERTS, other=float("-inf"))
-    peak = tl.max(left, 0)
+    logits = tl.load(logits_ptr + expert, mask=expert < EXPERTS, other=0.0, cache_modifier=".cg")
+    bits = tl.where(logits == 0, 0.0, logits).to(tl.int32, bitcast=True)  # -0 is 0
+    bits ^= (bits >> 31) & 0x7FFFFFFF
+    left = (bits.to(tl.int64) << 32) | (E_BLOCK - 1 - expert).to(tl.int64)
+    least = -0x7FFFFFFFFFFFFFFF
+    left = tl.where(expert < EXPERTS, left, least)
     ids = tl.zeros([K_BLOCK], tl.int32)
-    # softmax over all, renormalised over the chosen: its sum cancels
-    weights = tl.zeros([K_BLOCK], tl.float32)
+    largest = tl.zeros([K_BLOCK], tl.int32)
     for k in tl.static_range(TOP_K):
         most = tl.max(left, 0)
-        # NaN equals nothing; any expert that exists will do
-        best = tl.minimum(tl.min(tl.where(left == most, expert, E_BLOCK), 0), EXPERTS - 1)
-        ids = tl.where(place == k, best, ids)
-        weights = tl.where(place == k, tl.exp(most - peak), weights)
-        left = tl.where(expert == best, float("-inf"), left)
+        ids = tl.where(place == k, E_BLOCK - 1 - (most & (E_BLOCK - 1)).to(tl.int32), ids)
+        largest = tl.where(place == k, (most >> 32).to(tl.int32), largest)
+        left = tl.where(left == most, least, left)
+    largest ^= (largest >> 31) & 0x7FFFFFFF
+    value = largest.to(tl.float32, bitcast=True)
+    value = tl.where(place < TOP_K, value, float("-inf"))
+    # softmax over all, renormalised over the chosen: its sum cancels
+    weights = tl.exp(value - tl.max(value, 0))
     return ids, weights / tl.sum(weights, 0)
 
 
 @triton.jit
-def _product(x_ptr, w_ptr, n, inside, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """``w[n] . x`` for rows n ``[BLOCK_N]`` of w ``[., K]``, in float32."""
-    partial = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for k in range(0, K, BLOCK_K):
-        column = k + tl.arange(0, BLOCK_K)
-        x = tl.load(x_ptr + column, mask=column < K, other=0.0).to(tl.float32)
-        w = tl.load(w_ptr + n[:, None] * K + column[None, :], mask=inside[:, None] & (column < K)[None, :], other=0.0)
-        partial += w.to(tl.float32) * x[None, :]
-    return tl.sum(partial, 1)
-
-
-@triton.jit
-def few_logits_kernel(
-    x_ptr, router_ptr, sigmoid_ptr, logits_ptr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+def few_opening_kernel(
+    x_ptr, partial_ptr, norm_ptr, router_ptr, sigmoid_ptr, residual_ptr, normed_ptr, logits_ptr, ids_ptr, weights_ptr,
+    counter_ptr, eps, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, NORM: tl.constexpr,
+    E_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block of experts): logits ``[rows, EXPERTS + 1]`` float32, the last the shared expert's gate."""
+    """Program (row, block of experts): logits; the last one of a row to be done chooses its experts.
+
+    NORM: x is the residual; partial is added to it, and the sum, which block 0 writes, is normed. ids
+    ``[rows, TOP_K]``, weights ``[rows, TOP_K + 1]``, the last the shared expert's: sigmoid of the logit
+    behind the experts' own, ``logits [rows, EXPERTS + 1]``.
+    """
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = n < EXPERTS
-    x_ptr += row * HIDDEN
+    column = tl.arange(0, BLOCK_K)
+    some = column < HIDDEN
+    at = tl.where(n[:, None] < EXPERTS, router_ptr + n[:, None] * HIDDEN, sigmoid_ptr) + column[None, :]
+    weight = tl.load(at, mask=(n <= EXPERTS)[:, None] & some[None, :], other=0.0)
+    if NORM:
+        scale = 1.0 + tl.load(norm_ptr + column, mask=some, other=0.0).to(tl.float32)
+    begin(PDL)
+    x = tl.load(x_ptr + row * HIDDEN + column, mask=some, other=0.0)
+    if NORM:
+        kind = residual_ptr.dtype.element_ty
+        both = x.to(tl.float32) + tl.load(partial_ptr + row * HIDDEN + column, mask=some, other=0.0).to(tl.float32)
+        both = both.to(kind)
+        wide = both.to(tl.float32)
+        x = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / HIDDEN + eps) * scale).to(kind)
+        first = some & (tl.program_id(1) == 0)
+        tl.store(residual_ptr + row * HIDDEN + column, both, mask=first)
+        tl.store(normed_ptr + row * HIDDEN + column, x, mask=first)
     logits_ptr += row * (EXPERTS + 1)
-    if tl.program_id(1) * BLOCK_N < EXPERTS:
-        tl.store(logits_ptr + n, _product(x_ptr, router_ptr, n, inside, HIDDEN, BLOCK_N, BLOCK_K), mask=inside)
-    else:
-        only = tl.arange(0, BLOCK_N) == 0
-        gate = _product(x_ptr, sigmoid_ptr, tl.arange(0, BLOCK_N), only, HIDDEN, BLOCK_N, BLOCK_K)
-        tl.store(logits_ptr + EXPERTS + tl.arange(0, BLOCK_N), gate, mask=only)
+    tl.store(logits_ptr + n, tl.sum(weight.to(tl.float32) * x.to(tl.float32)[None, :], 1), mask=n <= EXPERTS)
+    # every thread's logits lie before the count; the last to count sees all
+    tl.debug_barrier()
+    counter_ptr += row
+    if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == tl.num_programs(1) - 1:
+        place = tl.arange(0, K_BLOCK)
+        ids, weights = _choose(logits_ptr, EXPERTS, TOP_K, E_BLOCK, K_BLOCK)
+        tl.store(ids_ptr + row * TOP_K + place, ids, mask=place < TOP_K)
+        weights_ptr += row * (TOP_K + 1)
+        tl.store(weights_ptr + place, weights, mask=place < TOP_K)
+        tl.store(weights_ptr + TOP_K, tl.sigmoid(tl.load(logits_ptr + EXPERTS, cache_modifier=".cg")))
+        tl.store(counter_ptr, 0)
 
 
 @triton.jit
 def few_gate_up_kernel(
-    x_ptr, logits_ptr, experts_ptr, shared_ptr, wide_ptr,
-    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INTER: tl.constexpr, SHARED: tl.constexpr,
-    WIDEST: tl.constexpr, E_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, ids_ptr, experts_ptr, shared_ptr, wide_ptr,
+    TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INTER: tl.constexpr, SHARED: tl.constexpr, WIDEST: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, choice, block of outputs): ``silu(gate) * up`` to wide ``[rows, TOP_K + 1, WIDEST]``."""
     row, k, n = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin(PDL)
     w_ptr, inter = shared_ptr, SHARED
     if k < TOP_K:
-        ids, _ = _choose(logits_ptr + row * (EXPERTS + 1), EXPERTS, TOP_K, E_BLOCK, K_BLOCK)
-        expert = tl.sum(tl.where(tl.arange(0, K_BLOCK) == k, ids, 0), 0).to(tl.int64)
-        w_ptr, inter = experts_ptr + expert * (2 * INTER * HIDDEN), INTER
-    inside = n < inter
-    x_ptr += row * HIDDEN
-    gate = _product(x_ptr, w_ptr, n, inside, HIDDEN, BLOCK_N, BLOCK_K)
-    up = _product(x_ptr, w_ptr + inter * HIDDEN, n, inside, HIDDEN, BLOCK_N, BLOCK_K)
-    value = gate * tl.sigmoid(gate) * up
+        w_ptr, inter = experts_ptr + tl.load(ids_ptr + row * TOP_K + k).to(tl.int64) * (2 * INTER * HIDDEN), INTER
+    inside = (n < inter)[:, None]
+    w_ptr += n[:, None] * HIDDEN
+    gates, ups = (tl.zeros([BLOCK_N, BLOCK_K], tl.float32), tl.zeros([BLOCK_N, BLOCK_K], tl.float32))
+    for first in range(0, HIDDEN, BLOCK_K):
+        column = first + tl.arange(0, BLOCK_K)
+        mask = inside & (column < HIDDEN)[None, :]
+        gate = tl.load(w_ptr + column[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+        up = tl.load(w_ptr + inter * HIDDEN + column[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+        x = tl.load(x_ptr + row * HIDDEN + column, mask=column < HIDDEN, other=0.0).to(tl.float32)[None, :]
+        gates += gate.to(tl.float32) * x
+        ups += up.to(tl.float32) * x
+    gate = tl.sum(gates, 1)
+    value = gate * tl.sigmoid(gate) * tl.sum(ups, 1)
     at = (row * (TOP_K + 1) + k) * WIDEST + n
-    tl.store(wide_ptr + at, value.to(wide_ptr.dtype.element_ty), mask=inside)
+    tl.store(wide_ptr + at, value.to(wide_ptr.dtype.element_ty), mask=n < inter)
+
+
+@triton.jit
+def _weighed(
+    total, x_ptr, weight, w_ptr, n, inside, K,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """``total [BLOCK_N, BLOCK_K]`` and the products of ``w[n] [., K]`` with x, times a weight: not summed yet."""
+    for first in range(0, K, BLOCK_K):
+        column = first + tl.arange(0, BLOCK_K)
+        mask = inside[:, None] & (column < K)[None, :]
+        w = tl.load(w_ptr + n[:, None] * K + column[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+        x = tl.load(x_ptr + column, mask=column < K, other=0.0).to(tl.float32) * weight
+        total += w.to(tl.float32) * x[None, :]
+    return total
 
 
 @triton.jit
 def few_down_kernel(
-    wide_ptr, logits_ptr, experts_ptr, shared_ptr, out_ptr,
-    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INTER: tl.constexpr, SHARED: tl.constexpr,
-    WIDEST: tl.constexpr, E_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    wide_ptr, ids_ptr, weights_ptr, experts_ptr, shared_ptr, out_ptr,
+    TOP_K: tl.constexpr, HIDDEN: tl.constexpr, INTER: tl.constexpr, SHARED: tl.constexpr, WIDEST: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, block of outputs): the chosen experts' values, weighed, and the shared one's."""
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin(PDL)
     inside = n < HIDDEN
-    logits_ptr += row * (EXPERTS + 1)
     wide_ptr += row * (TOP_K + 1) * WIDEST
-    shared = _product(wide_ptr + TOP_K * WIDEST, shared_ptr, n, inside, SHARED, BLOCK_N, BLOCK_K)
-    total = shared * tl.sigmoid(tl.load(logits_ptr + EXPERTS))
-    ids, weights = _choose(logits_ptr, EXPERTS, TOP_K, E_BLOCK, K_BLOCK)
-    place = tl.arange(0, K_BLOCK)
+    weights_ptr += row * (TOP_K + 1)
+    total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    weight = tl.load(weights_ptr + TOP_K)
+    total = _weighed(total, wide_ptr + TOP_K * WIDEST, weight, shared_ptr, n, inside, SHARED, BLOCK_K)
     for k in tl.static_range(TOP_K):
-        expert = tl.sum(tl.where(place == k, ids, 0), 0).to(tl.int64)
-        w_ptr = experts_ptr + expert * (HIDDEN * INTER)
-        value = _product(wide_ptr + k * WIDEST, w_ptr, n, inside, INTER, BLOCK_N, BLOCK_K)
-        total += value * tl.sum(tl.where(place == k, weights, 0.0), 0)
-    tl.store(out_ptr + row * HIDDEN + n, total.to(out_ptr.dtype.element_ty), mask=inside)
+        w_ptr = experts_ptr + tl.load(ids_ptr + row * TOP_K + k).to(tl.int64) * (HIDDEN * INTER)
+        weight = tl.load(weights_ptr + k)
+        total = _weighed(total, wide_ptr + k * WIDEST, weight, w_ptr, n, inside, INTER, BLOCK_K)
+    tl.store(out_ptr + row * HIDDEN + n, tl.sum(total, 1).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -253,34 +300,46 @@ def weigh_kernel(
 
 
 def few(site: Site) -> Call:
-    op, norm, set_ = site.op, site.parts["norm"], site.settings
+    """Counters belong to this binding; the norm is in the first launch, or apart where it reduces over ranks."""
+    op, apart, set_ = site.op, site.parts.get("norm"), {k: v for k, v in site.settings.items() if k != "rows"}
     router, sigmoid = site.weight("router"), site.weight("shared_sigmoid")
     gate_up, down = site.weight("experts_gate_up"), site.weight("experts_down")
     shared_gate_up, shared_down = site.weight("shared_gate_up", Packed()), site.weight("shared_down")
+    norm = router if apart else site.weight("norm")
     widest = max(op.intermediate, op.shared_intermediate)
-    sizes = {
-        "EXPERTS": op.experts, "TOP_K": op.top_k, "HIDDEN": op.hidden, "INTER": op.intermediate,
-        "SHARED": op.shared_intermediate, "WIDEST": widest,
-        "E_BLOCK": next_power_of_2(op.experts), "K_BLOCK": next_power_of_2(op.top_k),
+    choosing = {
+        "EXPERTS": op.experts, "E_BLOCK": next_power_of_2(op.experts), "K_BLOCK": next_power_of_2(op.top_k),
+        "NORM": apart is None,
     }  # fmt: skip
+    sizes = {"INTER": op.intermediate, "SHARED": op.shared_intermediate, "WIDEST": widest}
+    both = {"TOP_K": op.top_k, "HIDDEN": op.hidden, "enable_fp_fusion": True}
+    opening, middle, closing = (launched(set_[name]) for name in ("opening", "gate_up", "down"))
+    counters = torch.zeros(site.settings["rows"], dtype=torch.int32, device=site.runtime.place)
 
     def run(partial: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        x, residual = norm(partial, residual)
-        rows, out = x.shape[0], torch.empty_like(x)
+        rows, out, place = residual.shape[0], torch.empty_like(residual), residual.device
+        if apart:
+            x, after = apart(partial, residual)
+            normed = x
+        else:
+            x, after, normed = residual, torch.empty_like(residual), torch.empty_like(residual)
         if not rows:
-            return out, residual
-        logits = torch.empty((rows, op.experts + 1), dtype=torch.float32, device=x.device)
-        wide = torch.empty((rows, op.top_k + 1, widest), dtype=x.dtype, device=x.device)
-        few_logits_kernel[(rows, cdiv(op.experts, set_["logits"]["BLOCK_N"]) + 1)](
-            x, router, sigmoid, logits, EXPERTS=op.experts, HIDDEN=op.hidden, **set_["logits"]
+            return out, after
+        logits = torch.empty((rows, op.experts + 1), dtype=torch.float32, device=place)
+        ids = torch.empty((rows, op.top_k), dtype=torch.int32, device=place)
+        weights = torch.empty((rows, op.top_k + 1), dtype=torch.float32, device=place)
+        wide = torch.empty((rows, op.top_k + 1, widest), dtype=x.dtype, device=place)
+        few_opening_kernel[(rows, cdiv(op.experts + 1, opening["BLOCK_N"]))](
+            x, partial, norm, router, sigmoid, after, normed, logits, ids, weights, counters, op.eps,
+            **choosing, **both, **opening,
+        )  # fmt: skip
+        few_gate_up_kernel[(rows, op.top_k + 1, cdiv(widest, middle["BLOCK_N"]))](
+            normed, ids, gate_up, shared_gate_up, wide, **sizes, **both, **middle
         )
-        few_gate_up_kernel[(rows, op.top_k + 1, cdiv(widest, set_["gate_up"]["BLOCK_N"]))](
-            x, logits, gate_up, shared_gate_up, wide, **sizes, **set_["gate_up"]
+        few_down_kernel[(rows, cdiv(op.hidden, closing["BLOCK_N"]))](
+            wide, ids, weights, down, shared_down, out, **sizes, **both, **closing
         )
-        few_down_kernel[(rows, cdiv(op.hidden, set_["down"]["BLOCK_N"]))](
-            wide, logits, down, shared_down, out, **sizes, **set_["down"]
-        )
-        return out, residual
+        return out, after
 
     return run
 
