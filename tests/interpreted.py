@@ -105,7 +105,7 @@ def main(device: str, *pairs: str) -> None:
     found = {}
     for op, kernel in zip(pairs[::2], pairs[1::2], strict=True):
         # no part of a kernel may be a vendor's
-        facts = hal.load_device(device).replaced(pdl=False, cuda_bindings=None, flashinfer=None)
+        facts = hal.load_device(device).replaced(pdl=False, cuda_bindings=None, flashinfer=None, aiter=None)
         runtime = hal.Runtime(facts, hal.Policy(), place="cpu")
         verdicts = verify_kernel(runtime, hal.ops.op_class(op), kernel)
         found[f"{op} {kernel}"] = [[v.case, v.status, v.detail] for v in verdicts]

@@ -11,6 +11,7 @@ from hal.kernel import Kernel, Tier, kernel
 from hal.numerics import Class, Numerics
 from hal.ops import AttentionDecode, AttentionPrefill
 from hal.requirement import Reason
+from hal_triton import archs
 from hal_triton.needs import TRITON, next_power_of_2, overlaps
 
 CODE = "hal_triton.code.attention"
@@ -55,10 +56,11 @@ class TritonAttentionDecode(_Attention, Kernel[AttentionDecode]):
     launches = 2
 
     def settings(self, op: AttentionDecode, device: Device) -> Mapping[str, Any]:
-        wide = roomy(op, device)
+        wide, narrow = roomy(op, device), dtype(op.dtype).bits <= 16
+        block = archs.of("attention_decode", device).get("BLOCK_N", 32) if narrow else 16
         return {
             "GROUP_BLOCK": max(16, next_power_of_2(op.heads // op.kv_heads)),
-            "BLOCK_N": 32 if wide or dtype(op.dtype).bits <= 16 else 16,
+            "BLOCK_N": block,
             "programs": WAVES * (device.value("compute_units") or 64),
             "most_splits": MOST_SPLITS,
             "num_warps": 4,
@@ -75,14 +77,13 @@ class TritonAttentionPrefill(_Attention, Kernel[AttentionPrefill]):
     """
 
     def settings(self, op: AttentionPrefill, device: Device) -> Mapping[str, Any]:
-        wide = roomy(op, device)
+        wide, narrow = roomy(op, device), dtype(op.dtype).bits <= 16
         group = next_power_of_2(op.heads // op.kv_heads)
-        rows = 128 if wide else 64 if dtype(op.dtype).bits <= 16 else 32
-        return {
-            "GROUP_BLOCK": group,
-            "BLOCK_T": max(16 // group, rows // group, 1),
-            "BLOCK_N": 64 if wide else 32 if dtype(op.dtype).bits <= 16 else 16,
+        tile = {
+            "rows": 128 if wide else 64 if narrow else 32,
+            "BLOCK_N": 64 if wide else 32 if narrow else 16,
             "num_warps": 8 if wide else 4,
             "num_stages": 2 if wide else 1,
-            "PDL": overlaps(device),
-        }
+        } | (dict(archs.of("attention_prefill", device)) if narrow else {})
+        rows = tile.pop("rows")
+        return {"GROUP_BLOCK": group, "BLOCK_T": max(16 // group, rows // group, 1), **tile, "PDL": overlaps(device)}

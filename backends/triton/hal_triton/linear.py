@@ -13,6 +13,7 @@ from hal.numerics import Class, Numerics
 from hal.opening import norm_part, one_format
 from hal.ops import Gemm, InProj, Linear, NormGateUp, NormLinear
 from hal.requirement import Reason
+from hal_triton import archs
 from hal_triton.needs import TRITON, cdiv, next_power_of_2, overlaps
 
 CODE = "hal_triton.code.linear"
@@ -53,6 +54,9 @@ def one_settings(rows: int, columns: int, device: Device) -> Mapping[str, Any]:
         block_n, depth = (8, 1) if rows * columns > 4e7 else (4, 2)
     else:
         block_n, depth = (4, 1) if rows > 16384 else (4, 2)
+    other = archs.of("gemm_one", device)
+    block_n, most = min(block_n, other.get("BLOCK_N", block_n)), min(warps, other.get("num_warps", warps))
+    block_k, warps = block_k // warps * most, most
     return {"BLOCK_N": block_n, "BLOCK_K": block_k, "DEPTH": depth, "PDL": overlaps(device), "num_warps": warps}
 
 
@@ -61,6 +65,7 @@ def few_settings(rows: int, columns: int, device: Device) -> Mapping[str, Any]:
     tall = rows >= 8192
     block_n = 64 if tall else 32
     block_k = min(128 if tall else 256, max(16, next_power_of_2(columns)))
+    block_k = min(block_k, archs.of("gemm_few", device).get("BLOCK_K", block_k))
     room = (device.value("shared_bytes") or LEAST_SHARED) // (2 * (block_n + 16))
     while block_k > 16 and room < 2 * block_k:
         block_k //= 2

@@ -11,6 +11,7 @@ from hal.kernel import Kernel, Part, Rows, Tier, kernel
 from hal.numerics import Class, Numerics
 from hal.opening import norm_part
 from hal.ops import MoE
+from hal_triton import archs
 from hal_triton.needs import TRITON, next_power_of_2, overlaps
 
 CODE = "hal_triton.code.moe"
@@ -56,7 +57,9 @@ class TritonMoEFew(_MoE, Kernel[MoE]):
         return {
             "opening": {**launch(max(1, min(4, elements // row)), op.hidden, warps), "BLOCK_K": row},
             "gate_up": launch(4, op.hidden),
-            "down": launch(8, max(op.intermediate, op.shared_intermediate)),
+            "down": launch(
+                archs.of("moe_down", device).get("BLOCK_N", 8), max(op.intermediate, op.shared_intermediate)
+            ),
             "rows": FEW_ROWS,
         }
 
