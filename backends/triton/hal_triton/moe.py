@@ -31,9 +31,9 @@ class _MoE(Kernel[MoE]):
 @kernel("triton.moe_few", code=f"{CODE}:few")
 class TritonMoEFew(_MoE, Kernel[MoE]):
     """A program per row, expert and block of outputs, whole rows of weights at a time; the shared
-    expert is one more. Three launches, with the norm, or one more where that reduces over ranks."""
+    expert is one more. Three launches, with the norm; one more where that reduces over ranks, one on AMD."""
 
-    launches = 3
+    launches = 4
 
     def rows(self, op: MoE, device: Device) -> Rows:
         return (1, FEW_ROWS)
@@ -48,20 +48,21 @@ class TritonMoEFew(_MoE, Kernel[MoE]):
     def settings(self, op: MoE, device: Device) -> Mapping[str, Any]:
         elements = 4096 * 2 // (dtype(op.dtype).bits // 8)  # of weights, that a program holds at a time
 
-        def launch(outputs: int, columns: int, warps: int = 4) -> Mapping[str, int]:
+        def launch(outputs: int, columns: int) -> Mapping[str, int]:
             block = min(next_power_of_2(columns), elements // outputs)
-            return {"BLOCK_N": outputs, "BLOCK_K": block, "PDL": overlaps(device), "num_warps": warps, "num_stages": 3}
+            return {"BLOCK_N": outputs, "BLOCK_K": block, "PDL": overlaps(device), "num_warps": 4, "num_stages": 3}
 
-        # the norm is over a whole row; one wave a program on AMD: what it wrote lies before its count
-        warps, row = 4 if device.value("vendor") == "cuda" else 1, next_power_of_2(op.hidden)
+        row, widest = next_power_of_2(op.hidden), max(op.intermediate, op.shared_intermediate)
         return {
-            "opening": {**launch(max(1, min(4, elements // row)), op.hidden, warps), "BLOCK_K": row},
+            # the norm is over a whole row; where barriers do not wait for stores, as AMD's, others choose
+            "opening": {
+                **launch(max(1, min(4, elements // row)), row), "BLOCK_K": row,
+                "CHOOSE": device.value("vendor") == "cuda",
+            },
             "gate_up": launch(4, op.hidden),
-            "down": launch(
-                archs.of("moe_down", device).get("BLOCK_N", 8), max(op.intermediate, op.shared_intermediate)
-            ),
+            "down": launch(archs.of("moe_down", device).get("BLOCK_N", 8), widest),
             "rows": FEW_ROWS,
-        }
+        }  # fmt: skip
 
 
 class _Grouped(_MoE):

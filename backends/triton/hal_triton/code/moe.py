@@ -52,16 +52,30 @@ def _choose(logits_ptr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, E_BLOCK: tl.
 
 
 @triton.jit
+def _choice(
+    logits_ptr, ids_ptr, weights_ptr, row, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    E_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write a row's ids ``[rows, TOP_K]`` and weights ``[rows, TOP_K + 1]``, the last the shared expert's."""
+    place = tl.arange(0, K_BLOCK)
+    ids, weights = _choose(logits_ptr, EXPERTS, TOP_K, E_BLOCK, K_BLOCK)
+    tl.store(ids_ptr + row * TOP_K + place, ids, mask=place < TOP_K)
+    weights_ptr += row * (TOP_K + 1)
+    tl.store(weights_ptr + place, weights, mask=place < TOP_K)
+    tl.store(weights_ptr + TOP_K, tl.sigmoid(tl.load(logits_ptr + EXPERTS, cache_modifier=".cg")))
+
+
+@triton.jit
 def few_opening_kernel(
     x_ptr, partial_ptr, norm_ptr, router_ptr, sigmoid_ptr, residual_ptr, normed_ptr, logits_ptr, ids_ptr, weights_ptr,
     counter_ptr, eps, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, HIDDEN: tl.constexpr, NORM: tl.constexpr,
-    E_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    E_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    CHOOSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block of experts): logits; the last one of a row to be done chooses its experts.
+    """Program (row, block of experts): ``logits [rows, EXPERTS + 1]``, the last the shared expert's gate.
 
-    NORM: x is the residual; partial is added to it, and the sum, which block 0 writes, is normed. ids
-    ``[rows, TOP_K]``, weights ``[rows, TOP_K + 1]``, the last the shared expert's: sigmoid of the logit
-    behind the experts' own, ``logits [rows, EXPERTS + 1]``.
+    NORM: x is the residual; partial is added to it, and the sum, which block 0 writes, is normed.
+    CHOOSE: the last program of a row to be done chooses its experts.
     """
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_K)
@@ -83,17 +97,22 @@ def few_opening_kernel(
         tl.store(normed_ptr + row * HIDDEN + column, x, mask=first)
     logits_ptr += row * (EXPERTS + 1)
     tl.store(logits_ptr + n, tl.sum(weight.to(tl.float32) * x.to(tl.float32)[None, :], 1), mask=n <= EXPERTS)
-    # every thread's logits lie before the count; the last to count sees all
-    tl.debug_barrier()
-    counter_ptr += row
-    if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == tl.num_programs(1) - 1:
-        place = tl.arange(0, K_BLOCK)
-        ids, weights = _choose(logits_ptr, EXPERTS, TOP_K, E_BLOCK, K_BLOCK)
-        tl.store(ids_ptr + row * TOP_K + place, ids, mask=place < TOP_K)
-        weights_ptr += row * (TOP_K + 1)
-        tl.store(weights_ptr + place, weights, mask=place < TOP_K)
-        tl.store(weights_ptr + TOP_K, tl.sigmoid(tl.load(logits_ptr + EXPERTS, cache_modifier=".cg")))
-        tl.store(counter_ptr, 0)
+    if CHOOSE:
+        # every thread's logits lie before the count; the last to count sees all
+        tl.debug_barrier()
+        if tl.atomic_add(counter_ptr + row, 1, sem="acq_rel", scope="gpu") == tl.num_programs(1) - 1:
+            _choice(logits_ptr, ids_ptr, weights_ptr, row, EXPERTS, TOP_K, E_BLOCK, K_BLOCK)
+            tl.store(counter_ptr + row, 0)
+
+
+@triton.jit
+def few_choose_kernel(
+    logits_ptr, ids_ptr, weights_ptr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    E_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (row): its experts, where the opening leaves the choice."""
+    row = tl.program_id(0).to(tl.int64)
+    _choice(logits_ptr + row * (EXPERTS + 1), ids_ptr, weights_ptr, row, EXPERTS, TOP_K, E_BLOCK, K_BLOCK)
 
 
 @triton.jit
@@ -307,10 +326,7 @@ def few(site: Site) -> Call:
     shared_gate_up, shared_down = site.weight("shared_gate_up", Packed()), site.weight("shared_down")
     norm = router if apart else site.weight("norm")
     widest = max(op.intermediate, op.shared_intermediate)
-    choosing = {
-        "EXPERTS": op.experts, "E_BLOCK": next_power_of_2(op.experts), "K_BLOCK": next_power_of_2(op.top_k),
-        "NORM": apart is None,
-    }  # fmt: skip
+    choosing = {"EXPERTS": op.experts, "E_BLOCK": next_power_of_2(op.experts), "K_BLOCK": next_power_of_2(op.top_k)}
     sizes = {"INTER": op.intermediate, "SHARED": op.shared_intermediate, "WIDEST": widest}
     both = {"TOP_K": op.top_k, "HIDDEN": op.hidden, "enable_fp_fusion": True}
     opening, middle, closing = (launched(set_[name]) for name in ("opening", "gate_up", "down"))
@@ -331,8 +347,10 @@ def few(site: Site) -> Call:
         wide = torch.empty((rows, op.top_k + 1, widest), dtype=x.dtype, device=place)
         few_opening_kernel[(rows, cdiv(op.experts + 1, opening["BLOCK_N"]))](
             x, partial, norm, router, sigmoid, after, normed, logits, ids, weights, counters, op.eps,
-            **choosing, **both, **opening,
+            NORM=apart is None, **choosing, **both, **opening,
         )  # fmt: skip
+        if not opening["CHOOSE"]:
+            few_choose_kernel[(rows,)](logits, ids, weights, TOP_K=op.top_k, num_warps=1, **choosing)
         few_gate_up_kernel[(rows, op.top_k + 1, cdiv(widest, middle["BLOCK_N"]))](
             normed, ids, gate_up, shared_gate_up, wide, **sizes, **both, **middle
         )
