@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from hal.formats import Quantized
 from hal.kernel import TIERS, Kernel, Rows, Tier
 from hal.layout import Layout
 from hal.numerics import Numerics
@@ -57,6 +58,7 @@ class Piece:
         between = len(self.parts) - (self.kernel.tier == "composed" and bool(self.parts))
         found = replace(found, roundings=found.roundings + between)
         for part in self.parts.values():
+            found = replace(found, narrow=found.narrow + _narrow(op, part.op))
             for piece in part.pieces:
                 found = found.loosened(piece.numerics(part.op))
         return found
@@ -115,6 +117,14 @@ class Choice:
         for piece in self.pieces:
             for part, choice in piece.parts.items():
                 yield from choice.walk(f"{name}.{part}" if name else part)
+
+
+def _narrow(whole: Op[..., Any], part: Op[..., Any]) -> tuple[str, ...]:
+    """The element types that a part encodes to, where that is not what the whole gives."""
+    out, own = getattr(part, "out", None), getattr(whole, "out", None)
+    forms = out if isinstance(out, tuple) else (out,)
+    wanted = own if isinstance(own, tuple) else (own,)
+    return tuple(form.value for form in forms if isinstance(form, Quantized) and form not in wanted)
 
 
 def rows_text(rows: Rows) -> str:

@@ -1,8 +1,8 @@
-"""How values are written: dtypes with their limits, and the formats that travel on an edge."""
+"""How values are written: dtypes with their limits, formats of edges and weights, schemes of projections."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from hal.errors import UnknownName
@@ -23,8 +23,11 @@ DTYPES: dict[str, DType] = {
     "float16": DType(16, 65504.0),
     "float8_e4m3fn": DType(8, 448.0),  # OCP
     "float8_e4m3fnuz": DType(8, 240.0),  # gfx942; the bytes of OCP mean half there
+    "float8_e8m0fnu": DType(8),  # powers of two: scales, never values
+    "float4_e2m1": DType(4, 6.0),  # two in a byte of uint8, the first in its low half
     "int64": DType(64, floating=False),
     "int32": DType(32, floating=False),
+    "uint8": DType(8, floating=False),
     "bool": DType(8, floating=False),
 }
 
@@ -56,16 +59,28 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Scale:
-    """What one scale covers, and whether the checkpoint fixes it (static) or the values do."""
+    """What one scale covers, and whether the checkpoint fixes it (static) or the values do.
+
+    ``channel`` is a row of a weight, ``token`` a row of x. ``block``: rows and columns of one.
+    ``within``: the dtype of a second scale, one for all, that multiplies the first.
+    """
 
     per: Literal["tensor", "token", "channel", "block"]
     static: bool = False
     block: tuple[int, int] | None = None
     dtype: str = "float32"
+    within: str = ""
 
     def __str__(self) -> str:
         size = f" {self.block[0]}x{self.block[1]}" if self.block else ""
-        return f"{'static' if self.static else 'dynamic'} {self.dtype} per {self.per}{size}"
+        whole = f" within one {self.within}" if self.within else ""
+        return f"{'static' if self.static else 'dynamic'} {self.dtype} per {self.per}{size}{whole}"
+
+    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        """Scales of a matrix: ``[1]``, ``[rows]`` of a weight, ``[rows, 1]`` of x, or one for each block."""
+        if self.block:
+            return (-(-rows // self.block[0]), -(-columns // self.block[1]))
+        return {"tensor": (1,), "channel": (rows,), "token": (rows, 1)}[self.per]
 
 
 @dataclass(frozen=True)
@@ -89,12 +104,23 @@ class Quantized:
             raise ValueError(f"{self.value} has no limit to saturate at")
         return limit
 
+    @property
+    def stored(self) -> str:
+        """The dtype of the memory that holds elements."""
+        return "uint8" if self.packs > 1 else self.value
+
+    @property
+    def packs(self) -> int:
+        """Elements in one element of the memory."""
+        return max(1, 8 // dtype(self.value).bits)
+
     def nbytes(self, elements: int) -> int:
         """Bytes of so many elements, without their scales."""
         return elements * dtype(self.value).bits // 8
 
 
 Format = Tensor | Quantized
+Made = Format | tuple[Format, ...]  # what a producer gives its value in: one format, or several at once
 
 
 class Encoded(NamedTuple):
@@ -104,4 +130,41 @@ class Encoded(NamedTuple):
     scale: Any
 
 
-STATIC_FP8 = Quantized("float8_e4m3fn", Scale("tensor", static=True))
+@dataclass(frozen=True)
+class Scheme:
+    """How a checkpoint quantizes a projection: its weight, and what it rounds the input to, or nothing."""
+
+    weight: Quantized
+    activations: Quantized | None = None
+
+    def __str__(self) -> str:
+        name = next((name for name, known in SCHEMES.items() if known.weight == self.weight), str(self.weight))
+        if name in SCHEMES and self.activations == SCHEMES[name].activations:
+            return name
+        return f"{name} (activations {self.activations or 'as they are'})"
+
+    def by_rows(self) -> Scheme:
+        """The same with a scale for each row of the weight where there was one: rows of several parts then pack."""
+        if self.weight.scale.per != "tensor":
+            return self
+        return replace(self, weight=replace(self.weight, scale=replace(self.weight.scale, per="channel")))
+
+
+FP8 = "float8_e4m3fn"
+STATIC_FP8 = Quantized(FP8, Scale("tensor", static=True))
+TOKEN_FP8 = Quantized(FP8, Scale("token"))
+
+SCHEMES: dict[str, Scheme] = {
+    "fp8_channel": Scheme(Quantized(FP8, Scale("channel", static=True)), TOKEN_FP8),
+    "fp8_tensor": Scheme(Quantized(FP8, Scale("tensor", static=True)), STATIC_FP8),
+}
+
+EDGES: dict[str, Quantized] = {"fp8": STATIC_FP8, "fp8 per token": TOKEN_FP8}  # what a producer may be asked for
+
+
+def scheme(name: str) -> Scheme:
+    """The scheme of a name; an unknown name is an error that says the nearest."""
+    try:
+        return SCHEMES[name]
+    except KeyError:
+        raise UnknownName("scheme", name, SCHEMES) from None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from hal.backend import load_target
-from hal.formats import Format, Tensor
+from hal.formats import Format, Made, Tensor
 from hal.layout import Layout
 from hal.numerics import REASSOCIATED, Numerics
 from hal.ops.base import Op
@@ -30,13 +30,14 @@ ALL_ROWS: Rows = (1, None)
 class Part:
     """A finer op inside a composed kernel.
 
-    ``memory`` maps the part's memory names to the whole's; names it leaves out are the same.
-    ``feeds`` names the part that takes this one's result: its format is agreed on there.
+    ``memory`` maps the part's memory names to the whole's, and those of scales (``out``); names it
+    leaves out are the same. ``feeds`` names the parts that take this one's result, or formats that it
+    is wanted in: its format is agreed on there, and is a tuple where those differ.
     """
 
     op: Op[..., Any]
     memory: Mapping[str, str] = field(default_factory=dict)
-    feeds: str | None = None
+    feeds: tuple[str | Format, ...] = ()
 
     def outer(self, name: str) -> str:
         """The whole's name of a memory of the part."""
@@ -75,7 +76,8 @@ class Kernel(Generic[O]):
     ``op``: the class served, read off ``Kernel[InProj]``. ``layouts``: per memory, what it can
     read, the preferred one first; memory not named lies in its default. ``takes`` and
     ``makes``: the formats of a fed input and of the output. ``captures``: a graph may hold it, for
-    it neither waits for the device nor depends on the host's numbers. Methods get facts only,
+    it neither waits for the device nor depends on the host's numbers. ``quantized``: it may be asked
+    for weights that a scheme quantizes, and refuses those it cannot read. Methods get facts only,
     never tensors.
     """
 
@@ -87,6 +89,7 @@ class Kernel(Generic[O]):
     layouts: ClassVar[Mapping[str, tuple[Layout, ...]]] = {}
     launches: ClassVar[int] = 1
     captures: ClassVar[bool] = True
+    quantized: ClassVar[bool] = False
 
     def refuses(self, op: O, device: Device) -> Reason | None:
         """Why this problem is not for this kernel, or nothing."""
@@ -104,7 +107,7 @@ class Kernel(Generic[O]):
         """Formats of the fed input ``x``, the preferred one first."""
         return (Tensor(op.dtype),) if hasattr(op, "dtype") else ()
 
-    def makes(self, op: O) -> tuple[Format, ...]:
+    def makes(self, op: O) -> tuple[Made, ...]:
         """Formats of ``out`` that it writes in one go."""
         return (Tensor(op.dtype),) if hasattr(op, "dtype") else ()
 

@@ -1,23 +1,29 @@
-"""What kernels of ops that open a layer declare alike: the norm as a part, and weights of one format."""
+"""What kernels of ops that open a layer declare alike: the norm as a part, and products by scheme."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from hal.formats import Tensor
+from hal.formats import Format, Scheme, Tensor
 from hal.kernel import Part
-from hal.ops import AddRMSNorm
-from hal.requirement import Reason
+from hal.ops import AddRMSNorm, Gemm
 
 
-def norm_part(op: Any) -> Part:
-    """Reduction, residual add and norm of an op with ``hidden`` and ``eps``, in its dtype."""
-    return Part(AddRMSNorm(hidden=op.hidden, eps=op.eps, dtype=op.dtype, out=Tensor(op.dtype), world=op.world))
+def norm_part(op: Any, *feeds: str | Format) -> Part:
+    """Reduction, residual add and norm of an op with ``hidden`` and ``eps``, in its dtype or as ``feeds`` take it."""
+    norm = AddRMSNorm(hidden=op.hidden, eps=op.eps, dtype=op.dtype, out=Tensor(op.dtype), world=op.world)
+    return Part(norm, feeds=feeds)
 
 
-def one_format(op: Any) -> Reason | None:
-    """Why one product cannot read the weights of all parts, or nothing where they are all in the op's dtype."""
-    formats = sorted({str(p.weight_format) for p in op.parts})
-    if formats != [op.dtype]:
-        return Reason("op", f"needs weights in {op.dtype}; the parts have {', '.join(formats)}")
-    return None
+def gemm_part(op: Any, rows: int, columns: int, scheme: Scheme | None, memory: str, suffix: str = "") -> Part:
+    """A product in the op's dtype; ``memory`` holds its weight, ``suffix`` ends the name of a static input scale."""
+    form = Tensor(op.dtype)
+    gemm = Gemm(columns=columns, rows=rows, x=form, scheme=scheme, dtype=op.dtype)
+    names = {"weight": memory, "weight_scale": f"{memory}_scale", "input_scale": f"input_scale{suffix}"}
+    return Part(gemm, names)
+
+
+def opened(op: Any, rows: int, scheme: Scheme | None, memory: str, suffix: str = "") -> dict[str, Part]:
+    """The norm and one product of it: where that is quantized, it says what it takes, and the norm makes it."""
+    gemm = gemm_part(op, rows, op.hidden, scheme, memory, suffix)
+    return {"norm": norm_part(op, *(("gemm",) if scheme else ())), "gemm": gemm}

@@ -16,7 +16,7 @@ from hal.backend import said
 from hal.choice import Candidate, Choice, Piece, rows_text
 from hal.device import Device
 from hal.errors import HalError, PolicyError, UnresolvedError
-from hal.formats import Format
+from hal.formats import Format, Made, Quantized
 from hal.judged import AnyOp, Judged, Key, candidate, cover, runs
 from hal.kernel import ALL_ROWS, TIERS, Kernel
 from hal.layout import Layout, default_layout
@@ -241,6 +241,8 @@ class Resolver:
         for need in kernel.needs:
             if need.kind != "software" and (reason := need(self.device)) and reason.kind != "software":
                 return reason
+        if (schemes := op.schemes()) and not kernel.quantized:
+            return Reason("op", f"reads weights in {op.dtype}; they are {', '.join(map(str, schemes))}")  # type: ignore[attr-defined]
         reason = kernel.refuses(op, self.device)
         if reason and reason.kind != "software":
             return reason
@@ -272,12 +274,13 @@ class Resolver:
     def _parts(self, kernel: Kernel[Any], op: AnyOp, layouts: dict[str, Layout], ask: _Ask) -> dict[str, Choice]:
         """Choices of the parts, consumers before the producers that feed them."""
         parts = dict(kernel.parts(op))
-        fed = {part.feeds for part in parts.values() if part.feeds}
+        fed = {into for part in parts.values() for into in part.feeds if isinstance(into, str)}
         done: dict[str, Choice] = {}
         for name, part in reversed(parts.items()):
             inner = part.op
             if part.feeds:
-                inner = replace(inner, out=done[part.feeds].op.x)  # type: ignore[call-arg,attr-defined]
+                forms = [done[n].op.x if isinstance(n, str) else n for n in part.feeds]  # type: ignore[attr-defined]
+                inner = replace(inner, out=agreed(forms))  # type: ignore[call-arg]
             asked = replace(
                 ask,
                 fixed=frozenset((m, layouts[part.outer(m)]) for m in inner.memories()),
@@ -376,9 +379,19 @@ class _Missing(Exception):  # noqa: N818 - a signal, not an error
         self.reason = reason
 
 
-def _edge(side: str, able: Sequence[Format], form: Format | None) -> Reason:
-    shown = " or ".join(map(str, able)) or "nothing"
-    return Reason("edge", f"{'takes' if side == 'x' else 'makes'} {shown}; the edge is {form}")
+def _edge(side: str, able: Sequence[Made], form: Made | None) -> Reason:
+    shown = " or ".join(map(_made, able)) or "nothing"
+    return Reason("edge", f"{'takes' if side == 'x' else 'makes'} {shown}; the edge is {_made(form)}")
+
+
+def _made(form: Made | None) -> str:
+    return " and ".join(map(str, form)) if isinstance(form, tuple) else str(form)
+
+
+def agreed(forms: Sequence[Format]) -> Made:
+    """What a producer makes for consumers: one format for all, or one for each. Static scales are each one's own."""
+    own = any(isinstance(form, Quantized) and form.scale.static for form in forms)
+    return forms[0] if len(forms) == 1 or (len(set(forms)) == 1 and not own) else tuple(forms)
 
 
 def _of(op: AnyOp, layouts: Layouts) -> dict[str, Layout]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -210,9 +210,11 @@ class Runtime:
         for key, part in reversed(list(declared.items())):
             inner = {m: storages[part.outer(m)] for m in part.op.memories() if part.outer(m) in storages}
             passed = dict(scales) if hasattr(part.op, "out") else {}
+            if (side := part.outer("out")) in scales:
+                passed["out"] = scales[side]
             if part.feeds:
-                into = declared[part.feeds].outer("input_scale")
-                passed = {"out": storages[into].read()} if into in storages else {}
+                into = [declared[n].outer("input_scale") if isinstance(n, str) else "" for n in part.feeds]
+                passed = _static(piece.parts[key].op, into, storages)
             parts[key] = self._callable(piece.parts[key], f"{name}.{key}", inner, passed)
         site = Site(choice.op, name, piece.settings, choice.layouts, storages, parts, scales, self, piece.kernel.name)
         try:
@@ -319,3 +321,10 @@ class Runtime:
         from hal.report import report
 
         return report(self)
+
+
+def _static(op: Op[..., Any], memories: Sequence[str], storages: Mapping[str, Storage]) -> dict[str, Any]:
+    """The static scales of an op's consumers by side: ``out``, or ``out0``, ``out1`` for formats of their own."""
+    several = isinstance(getattr(op, "out", None), tuple)
+    sides = [f"out{i}" if several else "out" for i in range(len(memories))]
+    return {side: storages[m].read() for side, m in zip(sides, memories, strict=True) if m in storages}

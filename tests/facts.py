@@ -49,6 +49,7 @@ def fake(
     op: type[Op[..., Any]], name: str, call: Callable[..., Any] | None = None, **declared: Any
 ) -> type[Kernel[Any]]:
     """A kernel of an op: its attributes (values, or functions of self), and the callable that it loads."""
+    declared.setdefault("quantized", True)
     if call is not None:
         declared["load"] = lambda self, site: call
     declared |= {key: _always(value) for key, value in declared.items() if key in ("rows", "numerics", "makes")}

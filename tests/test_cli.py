@@ -120,11 +120,11 @@ def test_the_first_case_where_no_model_has_the_op(capsys: pytest.CaptureFixture[
 
 
 def test_set_changes_the_problem(capsys: pytest.CaptureFixture[str]) -> None:
-    fp8 = ("--set", "weight=float8_e4m3fn", "--set", "input_scale=true", "--set", "x=float8_e4m3fn")
+    fp8 = ("--set", "scheme=fp8_tensor", "--set", "x=float8_e4m3fn")
     data = told(capsys, "explain", "Linear", "--model", MODEL, "--device", "cpu", *fp8, "--set", "columns=512")
     assert data["problem"]["columns"] == 512
     assert data["problem"]["x"].startswith("float8_e4m3fn (static")
-    assert data["pieces"][0]["chosen"] == "torch.linear_fp8"
+    assert data["pieces"][0]["chosen"] == "torch.linear_quantized"
     said = refused(capsys, "explain", "Linear", "--model", MODEL, "--set", "colums=3")
     assert "did you mean 'columns'" in said
     assert "columns is int" in refused(capsys, "explain", "Linear", "--model", MODEL, "--set", "columns=x")
@@ -136,13 +136,15 @@ def test_a_site_is_chosen_by_glob(capsys: pytest.CaptureFixture[str]) -> None:
     assert "layers.*.self_attn.o_proj" in refused(capsys, "explain", "Linear", "--site", "nowhere")
 
 
-@pytest.mark.parametrize(("name", "value"), [("HAL_FORCE", "Linear=torch.linear_fp8"), ("HAL_DENY", "torch.linear")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("HAL_FORCE", "Linear=torch.linear_quantized"), ("HAL_DENY", "torch.linear")]
+)
 def test_an_unmet_demand_says_every_reason(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(name, value)
     said = refused(capsys, "explain", "Linear", "--model", MODEL, "--device", "cpu")
-    assert all(kernel in said for kernel in ("torch.linear", "torch.linear_fp8", "torch.linear_widened"))
+    assert all(kernel in said for kernel in ("torch.linear", "torch.linear_quantized", "torch.linear_widened"))
 
 
 def test_unknown_names_say_the_nearest(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from hal.backend import Broken, discover
 from hal.cli import main
 from hal.cli.changes import changed
 from hal.errors import HalError
-from hal.formats import STATIC_FP8, Tensor
+from hal.formats import SCHEMES, Tensor
 from hal.ops import InProj, Linear, Projection
 
 TINY = "tiny-dense"
@@ -79,13 +79,13 @@ def test_explain_where_only_another_op_fails(
 
 
 def test_plain_formats_follow_the_dtype(capsys: pytest.CaptureFixture[str]) -> None:
-    parts = (Projection("q", 8, "q"), Projection("k", 8, "k", STATIC_FP8))
+    parts = (Projection("q", 8, "q"), Projection("k", 8, "k", SCHEMES["fp8_channel"]))
     op = changed(InProj(hidden=16, parts=parts), {"dtype": "float32"})
     assert isinstance(op, InProj)
-    assert [part.weight_format for part in op.parts] == [Tensor("float32"), STATIC_FP8]
-    kept = changed(Linear(columns=8, rows=8), {"dtype": "float32", "weight": "bfloat16"})
+    assert op.parts == parts
+    kept = changed(Linear(columns=8, rows=8, scheme=SCHEMES["fp8_channel"]), {"dtype": "float32"})
     assert isinstance(kept, Linear)
-    assert (kept.x, kept.weight) == (Tensor("float32"), Tensor("bfloat16"))
+    assert (kept.x, kept.weight) == (Tensor("float32"), SCHEMES["fp8_channel"].weight)
     for name in ("InProj", "Linear", "AttentionDecode", "GatedDeltaPrefill"):
         data = told(capsys, "explain", name, "--device", "cpu", "--model", TINY, "--set", "dtype=float32")
         assert data["problem"]["dtype"] == "float32"

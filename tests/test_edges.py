@@ -8,18 +8,18 @@ from facts import fake, fill, runtime, value
 
 from hal.batch import make_batch
 from hal.errors import BindError, UnresolvedError
-from hal.formats import STATIC_FP8, Encoded, Tensor
+from hal.formats import SCHEMES, STATIC_FP8, Encoded, Scheme, Tensor
 from hal.layout import Ring, Shift
 from hal.ops import GatedDeltaDecode, GatedDeltaPrefill, GatedMLP, Gemm, Linear
 from hal.ops.base import Problem
 from hal.ops.formulas import decode, encode
-from hal.ops.linear import FP8_WEIGHT
 from hal.runtime import Group, Runtime
 
 SIZES = {"key_heads": 2, "value_heads": 4, "key_head_dim": 16, "value_head_dim": 8}
 PREFILL, DECODE = GatedDeltaPrefill(**SIZES), GatedDeltaDecode(**SIZES)
 PLAIN = Linear(columns=32, rows=24)
-FP8 = Linear(columns=32, rows=24, weight=FP8_WEIGHT, input_scale=True)
+FP8 = Linear(columns=32, rows=24, scheme=SCHEMES["fp8_tensor"])
+WEIGHT_ONLY = Linear(columns=32, rows=24, scheme=Scheme(SCHEMES["fp8_tensor"].weight))
 BF16 = Tensor("bfloat16")
 RING, PARTS = "torch.decode_ring", "composed.gated_delta"
 
@@ -38,9 +38,9 @@ def tree(choice) -> dict[str, str]:
     ("linear", "deny", "kernel", "form"),
     [
         (PLAIN, [], "torch.linear", BF16),
-        (FP8, [], "torch.linear_fp8", STATIC_FP8),
-        (FP8, ["torch.linear_fp8"], "torch.linear_widened", BF16),
-        (Linear(columns=32, rows=24, weight=FP8_WEIGHT), [], "torch.linear_widened", BF16),
+        (FP8, [], "torch.linear_quantized", STATIC_FP8),
+        (FP8, ["torch.linear_quantized"], "torch.linear_widened", BF16),
+        (WEIGHT_ONLY, [], "torch.linear_widened", BF16),
     ],
 )
 def test_the_consumer_fixes_the_format(linear: Linear, deny: list[str], kernel: str, form) -> None:
@@ -150,7 +150,7 @@ ROUTES = {
     "direct": {},
     "then_quantize": {"deny": ["torch.decode"]},
     "parts": {"force": [f"GatedDeltaDecode={PARTS}"]},
-    "widened": {"deny": ["torch.linear_fp8"]},
+    "widened": {"deny": ["torch.linear_quantized"]},
 }
 
 

@@ -72,6 +72,7 @@ def test_a_force_refused_everywhere_is_an_error_with_all_reasons() -> None:
     why = "needs a packed width to pad; 40 rows are aligned as they are"
     assert str(caught.value).splitlines() == [
         f"InProj: torch.padded is forced and cannot be had on h200: {why}",
+        "  composed.in_proj: needs a part that is quantized; all are in bfloat16",
         "  torch.packed: eligible",
         f"  torch.padded: {why}",
         "  torch.separate: denied by the policy",

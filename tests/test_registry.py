@@ -89,7 +89,7 @@ def test_a_kernel_must_name_its_op() -> None:
 
 def test_only_the_kernels_that_a_module_declares_itself_are_taken() -> None:
     names = {cls.name for cls in declared("hal_torch.layers")}
-    assert names == {"torch.moe", "torch.moe_gathered"}
+    assert names == {"torch.moe", "torch.moe_gathered", "torch.moe_quantized"}
 
 
 @pytest.mark.parametrize("error", FAILS)
@@ -161,7 +161,7 @@ def test_names_are_those_of_one_op_or_of_all() -> None:
         ({"hal_unrelated": "x", "HAL_STRIKT": "1"}, "HAL_STRICT"),
         ({"HAL_FORCE": "InProjj=torch.packed"}, "InProj"),
         ({"HAL_FORCE": "InProj=torch.packd"}, "torch.packed"),
-        ({"HAL_PREFER": "Linear=torch.linear_fp9"}, "torch.linear_fp8"),
+        ({"HAL_PREFER": "Linear=torch.linear_quantised"}, "torch.linear_quantized"),
         ({"HAL_DENY": "torch.seperate"}, "torch.separate"),
         ({"HAL_DENY": "Linear=torch.packed"}, "torch.linear"),
         ({"HAL_NUMERICS": "losy"}, "lossy"),

@@ -130,7 +130,11 @@ def test_a_composed_kernel_is_no_better_than_its_worst_part(tier: str, least: st
 
 def test_a_missing_part_is_the_reason_of_the_whole() -> None:
     kind, says = refused(choose(LINEAR, have=registry(WHOLE), deny=["torch.gemm"]))["whole"]
-    assert (kind, says) == ("op", "needs a kernel for its part gemm (Gemm); torch.gemm: denied by the policy")
+    quantized = "; ".join(
+        f"torch.linear_{n}: needs a quantized weight; it is bfloat16" for n in ("quantized", "widened")
+    )
+    why = f"needs a kernel for its part gemm (Gemm); torch.gemm: denied by the policy; {quantized}"
+    assert (kind, says) == ("op", why)
 
 
 def test_a_part_that_lacks_a_library_is_a_software_reason() -> None:
@@ -152,6 +156,7 @@ def test_an_op_that_nothing_serves_is_an_error_with_the_reason_of_every_kernel()
         choose(ODD, "h200", deny=["torch.padded", "InProj=torch.separate"])
     assert str(caught.value).splitlines() == [
         "no kernel for InProj(world=1, hidden=16, parts=(q:30 k:6 b:3), dtype=bfloat16, eps=1e-06) on h200",
+        "  composed.in_proj (rows 1..): needs a part that is quantized; all are in bfloat16",
         "  torch.packed (rows 1..): needs output rows of a multiple of 16 bytes; 39 x 2 = 78 is none",
         "  torch.padded (rows 1..): denied by the policy",
         "  torch.separate (rows 1..): denied by the policy",

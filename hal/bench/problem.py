@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from hal.batch import Batch, make_batch
 from hal.errors import HalError
-from hal.formats import Encoded, Quantized, Tensor
+from hal.formats import Quantized, Tensor
 from hal.ops.base import Arg, Op, Pack
+from hal.ops.formulas import encode
 from hal.ops.move import COLLECTIVES
 from hal.policy import Rule
 from hal.runtime import Runtime
@@ -139,7 +140,9 @@ def _read_of_pages(op: Op[..., Any], batch: Batch | None) -> int:
 def _scales(op: Op[..., Any], place: str) -> dict[str, Any]:
     import torch
 
-    return {"out": torch.full((1,), 0.02, device=place)} if isinstance(getattr(op, "out", None), Quantized) else {}
+    out = getattr(op, "out", None)
+    static = isinstance(out, Quantized) and out.scale.static
+    return {"out": torch.full((1,), 0.02, device=place)} if static else {}
 
 
 def _normal(shape: tuple[int, ...], kind: str, place: str, mean: float = 0.0, deviation: float = 1.0) -> torch.Tensor:
@@ -165,7 +168,8 @@ def _arguments(op: Op[..., Any], rows: int, place: str, params: Mapping[str, Any
 
     def one(arg: Arg) -> Any:
         if isinstance(arg.format, Quantized):
-            return Encoded(_normal(shape(arg), arg.format.value, place), params["input_scale"])
+            scale = params.get("input_scale")
+            return encode(torch.empty(shape(arg), device=place).normal_(), arg.format, scale)
         if arg.format.dtype.startswith("int"):
             kind = getattr(torch, arg.format.dtype)
             most = getattr(op, "vocab", 8)

@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from hal.errors import HalError, UnknownName
-from hal.formats import STATIC_FP8, Format, Quantized, Scale, Tensor, dtype
+from hal.formats import SCHEMES, STATIC_FP8, Format, Quantized, Scale, Tensor, dtype
 from hal.ops.base import Op
 
 
@@ -56,6 +56,8 @@ def _value(op: Op[..., Any], name: str, text: str) -> Any:
     try:
         if text == "None" and "None" in kind:
             return None
+        if "Scheme" in kind:
+            return SCHEMES[text]
         if isinstance(now, (Tensor, Quantized)):
             return _format(text)
         if isinstance(now, bool):

@@ -6,21 +6,35 @@ from collections.abc import Callable
 from typing import Any
 
 from hal.kernel import Site
+from hal.ops.linear import part_groups
 
 Call = Callable[..., Any]
 
 
 def then_quantize(site: Site) -> Call:
-    """Make, then encode; of a pair (value, residual) the value is encoded."""
-    make, quantize = site.parts["make"], site.parts["quantize"]
+    """Make, then encode; of a pair (value, residual) the value is encoded, once for each format."""
+    make, out = site.parts["make"], site.op.out
+    if isinstance(out, tuple):
+        encoders = [site.parts.get(f"quantize{i}", _as_it_is) for i in range(len(out))]
+    else:
+        encoders = [site.parts["quantize"]]
+
+    def encode(value: Any) -> Any:
+        found = tuple(encoder(value) for encoder in encoders)
+        return found if isinstance(out, tuple) else found[0]
+
     if len(site.op.signature().results) > 1:
 
         def pair(*args: Any) -> Any:
             value, residual = make(*args)
-            return quantize(value), residual
+            return encode(value), residual
 
         return pair
-    return lambda *args: quantize(make(*args))
+    return lambda *args: encode(make(*args))
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 def reduce_norm(site: Site) -> Call:
@@ -51,6 +65,29 @@ def _opened(opening: Call, value: Call) -> Call:
     return run
 
 
+def in_proj(site: Site) -> Call:
+    """A product for each group of parts, its columns cut to the outputs."""
+    groups = part_groups(site.op.parts)
+    norm, gemms = site.parts["norm"], [site.parts[f"gemm{group.suffix}"] for group in groups]
+    # names of outputs, in the order that the products give them
+    made = [dict.fromkeys(p.output for p in group.parts) for group in groups]
+    outputs = site.op.outputs()
+    order = [name for names in made for name in names]
+    places = [order.index(name) for name in outputs]
+    cuts = [[outputs[name] for name in names] for names in made]
+    several = isinstance(norm.choice.op.out, tuple)
+
+    def run(partial: Any, residual: Any) -> Any:
+        value, residual = norm(partial, residual)
+        values = value if several else (value,) * len(gemms)
+        found: list[Any] = []
+        for gemm, x, widths in zip(gemms, values, cuts, strict=True):
+            found += gemm(x).split(widths, 1)
+        return tuple(found[place] for place in places), residual
+
+    return run
+
+
 def norm_linear(site: Site) -> Call:
     return _opened(site.parts["norm"], site.parts["gemm"])
 
@@ -66,10 +103,12 @@ def gated_mlp(site: Site) -> Call:
 
 def head(site: Site) -> Call:
     norm, gemm, gather = site.parts["norm"], site.parts["gemm"], site.parts.get("gather")
+    several = isinstance(norm.choice.op.out, tuple)
 
     def run(partial: Any, residual: Any) -> Any:
-        hidden, _ = norm(partial, residual)
-        logits = gemm(hidden)
+        value, _ = norm(partial, residual)
+        x, hidden = value if several else (value, value)
+        logits = gemm(x)
         return (gather(logits) if gather else logits), hidden
 
     return run

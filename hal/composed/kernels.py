@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from hal.device import Device
-from hal.formats import Format, Quantized, Tensor
+from hal.formats import Format, Made, Quantized, Tensor
 from hal.kernel import Kernel, Part, Tier, kernel
 from hal.numerics import EXACT, Numerics
-from hal.opening import norm_part, one_format
+from hal.opening import gemm_part, norm_part, opened
 from hal.ops import (
     AddRMSNorm,
     AllGather,
@@ -23,17 +23,24 @@ from hal.ops import (
     GatedDeltaUpdate,
     GatedMLP,
     GatedRMSNorm,
-    Gemm,
     Head,
+    InProj,
     NormGateUp,
     NormLinear,
     Quantize,
     RMSNorm,
     SiluMul,
 )
+from hal.ops.linear import PartGroup, part_groups
 from hal.requirement import Reason
 
 CODE = "hal.composed.code"
+
+
+def outs(op: Any) -> tuple[Format, ...]:
+    """The formats that an op gives its value in."""
+    out: Made = op.out
+    return out if isinstance(out, tuple) else (out,)
 
 
 class Composed(Kernel[Any]):
@@ -41,6 +48,7 @@ class Composed(Kernel[Any]):
 
     tier: ClassVar[Tier] = "composed"
     launches = 0
+    quantized = True
 
     def numerics(self, op: Any) -> Numerics:
         return EXACT  # it adds nothing to its parts
@@ -57,17 +65,19 @@ MAKERS = (RMSNorm, AddRMSNorm, GatedRMSNorm, SiluMul, NormGateUp, GatedDeltaPref
 class ThenQuantize(Composed):
     """The op in its own dtype, then Quantize: for edges whose format no kernel makes in one go."""
 
-    def makes(self, op: Any) -> tuple[Format, ...]:
-        return (op.out,) if isinstance(op.out, Quantized) else ()
+    def makes(self, op: Any) -> tuple[Made, ...]:
+        return (op.out,) if any(isinstance(form, Quantized) for form in outs(op)) else ()
 
     def parts(self, op: Any) -> Mapping[str, Part]:
-        if not isinstance(op.out, Quantized):
+        narrow = {i: form for i, form in enumerate(outs(op)) if isinstance(form, Quantized)}
+        if not narrow:
             return {}
-        columns = op.signature().results[0].shape[-1]
-        return {
-            "make": Part(replace(op, out=Tensor(op.dtype))),
-            "quantize": Part(Quantize(columns=columns, dtype=op.dtype, out=op.out)),
-        }
+        columns = next(op.signature().tensors("results")).shape[-1]
+        found = {"make": Part(replace(op, out=Tensor(op.dtype)))}
+        for i, form in narrow.items():
+            name, side = (f"quantize{i}", {"out": f"out{i}"}) if isinstance(op.out, tuple) else ("quantize", {})
+            found[name] = Part(Quantize(columns=columns, dtype=op.dtype, out=form), side)
+        return found
 
 
 @kernel("composed.reduce_norm", code=f"{CODE}:reduce_norm")
@@ -77,7 +87,7 @@ class ReduceNorm(Composed, Kernel[AddRMSNorm]):
     def refuses(self, op: AddRMSNorm, device: Device) -> Reason | None:
         return Reason("rank", "needs more than one rank to reduce over; world is 1") if op.world == 1 else None
 
-    def makes(self, op: AddRMSNorm) -> tuple[Format, ...]:
+    def makes(self, op: AddRMSNorm) -> tuple[Made, ...]:
         return (op.out,)
 
     def parts(self, op: AddRMSNorm) -> Mapping[str, Part]:
@@ -117,9 +127,34 @@ class GatedDelta(Composed):
         }
 
 
-def _gemm(op: Any, rows: int, columns: int, memory: str = "weight") -> Part:
-    form = Tensor(op.dtype)
-    return Part(Gemm(columns=columns, rows=rows, x=form, weight=form, dtype=op.dtype), {"weight": memory})
+@kernel("composed.in_proj", code=f"{CODE}:in_proj")
+class ComposedInProj(Composed, Kernel[InProj]):
+    """AddRMSNorm in every format that is wanted, then a Gemm for the parts of each scheme."""
+
+    def refuses(self, op: InProj, device: Device) -> Reason | None:
+        groups = part_groups(op.parts)
+        if not op.schemes():
+            return Reason("op", f"needs a part that is quantized; all are in {op.dtype}")
+        for output in op.outputs():
+            within = [str(group) for group in groups if any(p.output == output for p in group.parts)]
+            if len(within) > 1:
+                return Reason("op", f"needs the parts of output {output} quantized alike; they are {'; '.join(within)}")
+        return per_tensor(groups)
+
+    def parts(self, op: InProj) -> Mapping[str, Part]:
+        gemms = {
+            f"gemm{g.suffix}": gemm_part(op, g.rows, op.hidden, g.scheme, f"weight{g.suffix}", g.suffix)
+            for g in part_groups(op.parts)
+        }
+        return {"norm": norm_part(op, *gemms), **gemms}
+
+
+def per_tensor(groups: Sequence[PartGroup]) -> Reason | None:
+    """Why one product cannot read the scales of a group's parts, or nothing."""
+    for group in groups:
+        if group.scheme and group.scheme.weight.scale.per == "tensor" and len(group.parts) > 1:
+            return Reason("op", f"needs scales by rows to read several parts as one; of {group} each has one scale")
+    return None
 
 
 @kernel("composed.norm_linear", code=f"{CODE}:norm_linear")
@@ -127,23 +162,29 @@ class ComposedNormLinear(Composed, Kernel[NormLinear]):
     """AddRMSNorm, Gemm."""
 
     def refuses(self, op: NormLinear, device: Device) -> Reason | None:
-        return one_format(op)
+        if len(groups := part_groups(op.parts)) > 1:
+            return Reason("op", f"needs all parts quantized alike; they are {'; '.join(map(str, groups))}")
+        return per_tensor(groups)
 
     def parts(self, op: NormLinear) -> Mapping[str, Part]:
-        return {"norm": norm_part(op), "gemm": _gemm(op, op.width, op.hidden)}
+        return opened(op, op.width, op.parts[0].scheme, "weight")
 
 
 @kernel("composed.norm_gate_up", code=f"{CODE}:norm_gate_up")
 class ComposedNormGateUp(Composed, Kernel[NormGateUp]):
     """AddRMSNorm, Gemm, SiluMul."""
 
+    def refuses(self, op: NormGateUp, device: Device) -> Reason | None:
+        if op.gate_up and op.gate_up.weight.scale.per == "tensor":
+            return Reason("op", "needs scales by rows to read gate and up as one; each has one scale")
+        return None
+
     def makes(self, op: NormGateUp) -> tuple[Format, ...]:
         return (op.out,)
 
     def parts(self, op: NormGateUp) -> Mapping[str, Part]:
         return {
-            "norm": norm_part(op),
-            "gemm": _gemm(op, 2 * op.intermediate, op.hidden, "gate_up"),
+            **opened(op, 2 * op.intermediate, op.gate_up, "gate_up", "_gate_up"),
             "act": Part(SiluMul(columns=op.intermediate, dtype=op.dtype, out=op.out)),
         }
 
@@ -153,10 +194,10 @@ class ComposedGatedMLP(Composed, Kernel[GatedMLP]):
     """NormGateUp, Gemm."""
 
     def parts(self, op: GatedMLP) -> Mapping[str, Part]:
-        sizes = {name: getattr(op, name) for name in ("hidden", "intermediate", "dtype", "eps", "world")}
+        sizes = {name: getattr(op, name) for name in ("hidden", "intermediate", "dtype", "eps", "world", "gate_up")}
         return {
-            "gate_up": Part(NormGateUp(**sizes, out=Tensor(op.dtype)), feeds="down"),
-            "down": _gemm(op, op.hidden, op.intermediate, "down"),
+            "gate_up": Part(NormGateUp(**sizes, out=Tensor(op.dtype)), feeds=("down",)),
+            "down": gemm_part(op, op.hidden, op.intermediate, op.down, "down", "_down"),
         }
 
 
@@ -165,7 +206,9 @@ class ComposedHead(Composed, Kernel[Head]):
     """AddRMSNorm, Gemm, and AllGather where there are several ranks."""
 
     def parts(self, op: Head) -> Mapping[str, Part]:
-        found: dict[str, Part] = {"norm": norm_part(op), "gemm": _gemm(op, op.vocab, op.hidden)}
+        found = opened(op, op.vocab, op.scheme, "weight")
+        if op.scheme:  # the rows after the norm are a result too
+            found["norm"] = norm_part(op, "gemm", Tensor(op.dtype))
         if op.world > 1:
             found["gather"] = Part(AllGather(columns=op.vocab, dtype=op.dtype, world=op.world))
         return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -49,15 +49,16 @@ def make(case: Case, seed: int = 0) -> Inputs:
     batch = _batch(case) if signature.batch else None
     params = {p.name: normal(p.shape, p.dtype, *p.init) for p in op.params()}
     scales = {}
-    if isinstance(getattr(op, "out", None), Quantized):
+    out = getattr(op, "out", None)
+    if isinstance(out, Quantized) and out.scale.static:
         scales["out"] = torch.tensor([0.02])
         params["out_scale"] = scales["out"].double()
     args: dict[str, Any] = {}
     for arg in signature.tensors("args"):
         shape = tuple(case.rows if s == "rows" else int(s) for s in arg.shape)
         if isinstance(arg.format, Quantized):
-            scale = params["input_scale"].float()
-            args[arg.name] = decode(encode(normal(shape, "float32"), arg.format, scale), torch.float64)
+            codes = encode(normal(shape, "float32"), arg.format, input_scale(params))
+            args[arg.name] = decode(codes, torch.float64, arg.format.scale)
         elif arg.format.dtype in ("int64", "int32"):
             top = getattr(op, "vocab", 8)
             args[arg.name] = torch.randint(top, shape, generator=generator)
@@ -85,6 +86,11 @@ def make(case: Case, seed: int = 0) -> Inputs:
                 if length:
                     states[state.name][slot, :, : max(0, state.shape[1] - length)] = 0.0
     return Inputs(case, problem, scales, slots, lengths)
+
+
+def input_scale(params: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """The static scale of x among an op's parameters, where it has one."""
+    return params["input_scale"].float() if "input_scale" in params else None
 
 
 def _kv(case: Case) -> int:
@@ -144,9 +150,8 @@ def _argument(arg: Arg, inputs: Inputs, place: str, strided: bool) -> Any:
 
     value = inputs.problem.args[arg.name]
     if isinstance(arg.format, Quantized):
-        scale = inputs.problem.params["input_scale"].float()
-        codes = encode(value, arg.format, scale)
-        return Encoded(codes.value.to(place), scale.to(place))
+        codes = encode(value, arg.format, input_scale(inputs.problem.params))
+        return Encoded(codes.value.to(place), codes.scale.to(place))
     tensor = value.to(getattr(torch, arg.format.dtype)).to(place)
     if not strided or not arg.free or not tensor.numel():
         return tensor

@@ -8,7 +8,7 @@ from math import inf, prod
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, ParamSpec, TypeVar
 
 from hal.errors import CheckError, HalError
-from hal.formats import Encoded, Format, Quantized, dtype
+from hal.formats import Encoded, Format, Quantized, Scheme, dtype
 from hal.layout import Param, State
 
 if TYPE_CHECKING:
@@ -138,6 +138,17 @@ class Op(Generic[P, R]):
         """The mode of the batches it takes (prefill, decode, verify), or nothing."""
         return ""
 
+    def schemes(self) -> tuple[Scheme, ...]:
+        """How its weights are quantized: every scheme among its fields, and those of its parts."""
+        found: dict[Scheme, None] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            for item in value if isinstance(value, tuple) else (value,):
+                scheme = getattr(item, "scheme", item)
+                if isinstance(scheme, Scheme):
+                    found[scheme] = None
+        return tuple(found)
+
     def signature(self) -> Signature:
         """Arguments and results: names, shapes, formats, free strides."""
         raise NotImplementedError
@@ -260,7 +271,12 @@ def _check_format(op: Op[..., Any], arg: Arg, value: Any, symbols: dict[str, int
     if isinstance(arg.format, Quantized):
         if not isinstance(value, Encoded):
             raise CheckError(f"{op.title()}: {arg.name}: expected {arg.format}, got {type(value).__name__}")
-        _check_tensor(op, arg, arg.format.value, value.value, symbols)
+        _check_tensor(op, arg, arg.format.stored, value.value, symbols)
+        wanted, scale = arg.format.scale.shape(*value.value.shape[-2:]), value.scale
+        if tuple(scale.shape) != wanted or str(scale.dtype) != f"torch.{arg.format.scale.dtype}":
+            got = f"{str(scale.dtype).removeprefix('torch.')} {list(scale.shape)}"
+            text = f"expected {arg.format.scale.dtype} {list(wanted)}, got {got}"
+            raise CheckError(f"{op.title()}: scale of {arg.name}: {text}")
     else:
         _check_tensor(op, arg, arg.format.dtype, value, symbols)
 

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from hal.formats import Tensor
+from hal.formats import SCHEMES, Scheme, Tensor
 from hal.layout import Param
 from hal.ops.base import Arg, Case, Op, Outcome, Problem, Signature, Traffic
-from hal.ops.formulas import descending, rms_norm
+from hal.ops.formulas import descending, rms_norm, weight_of
+from hal.ops.linear import input_params, weight_params
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +66,7 @@ class Head(Op[["torch.Tensor", "torch.Tensor"], "tuple[torch.Tensor, torch.Tenso
     vocab: int
     dtype: str = "bfloat16"
     eps: float = 1e-6
+    scheme: Scheme | None = None
     coarse: ClassVar[bool] = True
 
     def signature(self) -> Signature:
@@ -76,18 +78,20 @@ class Head(Op[["torch.Tensor", "torch.Tensor"], "tuple[torch.Tensor, torch.Tenso
     def params(self) -> tuple[Param, ...]:
         return (
             Param("norm", (self.hidden,), self.dtype, "norm", init=(0.0, 0.1)),
-            Param("weight", (self.vocab, self.hidden), self.dtype, shard=0, init=(0.0, self.hidden**-0.5)),
+            *weight_params("weight", (self.vocab, self.hidden), self.dtype, self.scheme, shard=0),
+            *input_params(self.scheme),
         )
 
     def reference(self, problem: Problem) -> Outcome:
         residual = problem.args["residual"] + problem.args["partial"]
         x = rms_norm(residual, problem.params["norm"], self.eps, 1.0)
-        return (x @ problem.params["weight"].T, x), {}
+        return (x @ weight_of(problem.params, "weight", self.scheme).T, x), {}
 
     @classmethod
     def cases(cls) -> Sequence[Case]:
         op = cls(hidden=24, vocab=40)
-        return [Case("rows", op, (5,)), Case("no rows", op, (0,))]
+        quantized = [Case(name, replace(op, scheme=scheme), (5,)) for name, scheme in SCHEMES.items()]
+        return [Case("rows", op, (5,)), Case("no rows", op, (0,)), *quantized]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from hal.formats import STATIC_FP8, Format, Tensor
+from hal.formats import EDGES, SCHEMES, Format, Scheme, Tensor
 from hal.layout import Param
 from hal.ops.base import Arg, Case, Op, Outcome, Problem, Signature, Traffic
-from hal.ops.formulas import descending, rms_norm, silu
+from hal.ops.formulas import descending, rms_norm, silu, weight_of
+from hal.ops.linear import input_params, weight_params
 
 if TYPE_CHECKING:
     import torch
@@ -33,12 +34,20 @@ class _FeedForward(Op[["torch.Tensor", "torch.Tensor"], "tuple[torch.Tensor, tor
     def _norm(self) -> Param:
         return Param("norm", (self.hidden,), self.dtype, "norm", init=(0.0, 0.1))
 
+
+@dataclass(frozen=True, kw_only=True)
+class _Gated(_FeedForward):
+    """``gate_up``: how gate and up are quantized, alike."""
+
+    gate_up: Scheme | None = None
+
     def _gate_up(self) -> tuple[Param, ...]:
-        wide, init = (self.intermediate, self.hidden), (0.0, self.hidden**-0.5)
+        wide = (self.intermediate, self.hidden)
         return (
             self._norm(),
-            Param("gate", wide, self.dtype, "gate_up", 0, init=init),
-            Param("up", wide, self.dtype, "gate_up", 0, init=init),
+            *weight_params("gate", wide, self.dtype, self.gate_up, shard=0, memory="gate_up"),
+            *weight_params("up", wide, self.dtype, self.gate_up, shard=0, memory="gate_up"),
+            *input_params(self.gate_up, "_gate_up"),
         )
 
     def _gated(self, problem: Problem) -> Outcome:
@@ -46,32 +55,38 @@ class _FeedForward(Op[["torch.Tensor", "torch.Tensor"], "tuple[torch.Tensor, tor
         p = problem.params
         residual = problem.args["residual"] + problem.args["partial"]
         x = rms_norm(residual, p["norm"], self.eps, 1.0)
-        return (silu(x @ p["gate"].T) * (x @ p["up"].T), residual), {}
+        gate, up = (weight_of(p, name, self.gate_up) for name in ("gate", "up"))
+        return (silu(x @ gate.T) * (x @ up.T), residual), {}
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatedMLP(_FeedForward):
+class GatedMLP(_Gated):
     """``down(silu(gate(x)) * up(x))`` of the normed residual; gives (partial sums, residual).
 
     ``intermediate`` is this rank's share; opens like InProj.
     """
 
+    down: Scheme | None = None
+
     def params(self) -> tuple[Param, ...]:
-        narrow, init = (self.hidden, self.intermediate), (0.0, self.intermediate**-0.5)
-        return (*self._gate_up(), Param("down", narrow, self.dtype, "down", 1, init=init))
+        down = weight_params("down", (self.hidden, self.intermediate), self.dtype, self.down, shard=1)
+        return (*self._gate_up(), *down, *input_params(self.down, "_down"))
 
     def reference(self, problem: Problem) -> Outcome:
         (value, residual), _ = self._gated(problem)
-        return (value @ problem.params["down"].T, residual), {}
+        return (value @ weight_of(problem.params, "down", self.down).T, residual), {}
 
     @classmethod
     def cases(cls) -> Sequence[Case]:
         op = cls(hidden=64, intermediate=48)
-        return [Case("one row", op, (1,)), Case("rows", op, (17,)), Case("no rows", op, (0,))]
+        quantized = [
+            Case(name, replace(op, gate_up=scheme.by_rows(), down=scheme), (5,)) for name, scheme in SCHEMES.items()
+        ]
+        return [Case("one row", op, (1,)), Case("rows", op, (17,)), Case("no rows", op, (0,)), *quantized]
 
 
 @dataclass(frozen=True, kw_only=True)
-class NormGateUp(_FeedForward):
+class NormGateUp(_Gated):
     """The first half of GatedMLP: ``silu(gate(x)) * up(x)`` of the normed residual; gives (value, residual)."""
 
     out: Format = BF16
@@ -99,8 +114,9 @@ class NormGateUp(_FeedForward):
             Case("rows", op, (17,)),
             Case("many rows", odd, (80,)),
             Case("no rows", op, (0,)),
-            Case("to fp8", replace(op, out=STATIC_FP8), (5,)),
+            *(Case(f"to {name}", replace(op, out=form), (5,)) for name, form in EDGES.items()),
             Case("large residual", op, (3,), variant="large residual"),
+            *(Case(name, replace(op, gate_up=scheme.by_rows()), (5,)) for name, scheme in SCHEMES.items()),
         ]
 
     def adjust(self, variant: str, problem: Problem) -> None:
@@ -114,32 +130,33 @@ class MoE(_FeedForward):
     Router: softmax over all experts in float32, the ``top_k`` largest (the lower index wins a
     tie), renormalised to sum 1. Shared expert times ``sigmoid(x . shared_gate)``.
     ``intermediate`` and ``shared_intermediate`` are this rank's shares; the router is whole.
+    ``routed`` and ``shared``: how the experts, and the shared one, are quantized.
     """
 
     experts: int
     top_k: int
     shared_intermediate: int
+    routed: Scheme | None = None
+    shared: Scheme | None = None
 
     def params(self) -> tuple[Param, ...]:
         h, i, s = self.hidden, self.intermediate, self.shared_intermediate
-        wide, narrow, shared = (0.0, h**-0.5), (0.0, i**-0.5), (0.0, s**-0.5)
+        e, kind, routed, shared = self.experts, self.dtype, self.routed, self.shared
         return (
             self._norm(),
-            Param("router", (self.experts, h), self.dtype, "router", init=(0.0, 1.0)),
-            Param(
-                "experts_gate_up",
-                (self.experts, 2 * i, h),
-                self.dtype,
-                "experts_gate_up",
-                1,
-                (i, i),
-                init=wide,
+            Param("router", (e, h), kind, "router", init=(0.0, 1.0)),
+            *weight_params("experts_gate_up", (e, 2 * i, h), kind, routed, shard=1, sections=(i, i)),
+            *weight_params("experts_down", (e, h, i), kind, routed, shard=2),
+            *weight_params("shared_gate", (s, h), kind, shared, shard=0, memory="shared_gate_up"),
+            *weight_params("shared_up", (s, h), kind, shared, shard=0, memory="shared_gate_up"),
+            *weight_params("shared_down", (h, s), kind, shared, shard=1),
+            Param("shared_sigmoid", (1, h), kind, "shared_sigmoid", init=(0.0, h**-0.5)),
+            *(
+                param
+                for scheme, matrix in ((routed, "experts"), (shared, "shared"))
+                for half in ("gate_up", "down")
+                for param in input_params(scheme, f"_{matrix}_{half}")
             ),
-            Param("experts_down", (self.experts, h, i), self.dtype, "experts_down", 2, init=narrow),
-            Param("shared_gate", (s, h), self.dtype, "shared_gate_up", 0, init=wide),
-            Param("shared_up", (s, h), self.dtype, "shared_gate_up", 0, init=wide),
-            Param("shared_down", (h, s), self.dtype, "shared_down", 1, init=shared),
-            Param("shared_sigmoid", (1, h), self.dtype, "shared_sigmoid", init=wide),
         )
 
     def flops(self, rows: int) -> int:
@@ -150,21 +167,24 @@ class MoE(_FeedForward):
         """Only the experts touched: at most ``rows * top_k`` of them."""
         total = super().traffic(rows)
         idle = self.experts - min(self.experts, rows * self.top_k)
-        return Traffic(total.bytes - idle * Tensor(self.dtype).nbytes(3 * self.hidden * self.intermediate), total.flops)
+        form = self.routed.weight if self.routed else Tensor(self.dtype)
+        return Traffic(total.bytes - idle * form.nbytes(3 * self.hidden * self.intermediate), total.flops)
 
     def reference(self, problem: Problem) -> Outcome:
         p = problem.params
+        experts = [weight_of(p, f"experts_{half}", self.routed) for half in ("gate_up", "down")]
+        gate, up, down = (weight_of(p, f"shared_{name}", self.shared) for name in ("gate", "up", "down"))
         residual = problem.args["residual"] + problem.args["partial"]
         x = rms_norm(residual, p["norm"], self.eps, 1.0)
-        out = (silu(x @ p["shared_gate"].T) * (x @ p["shared_up"].T)) @ p["shared_down"].T
+        out = (silu(x @ gate.T) * (x @ up.T)) @ down.T
         out = out * (x @ p["shared_sigmoid"].T).sigmoid()
         weights = (x @ p["router"].T).softmax(-1)
         for row in range(x.shape[0]):
             order = descending(weights[row])[: self.top_k]
             total = sum(weights[row, e] for e in order)
             for e in order:
-                gate, up = (p["experts_gate_up"][e] @ x[row]).chunk(2)
-                out[row] += weights[row, e] / total * (p["experts_down"][e] @ (silu(gate) * up))
+                gate, up = (experts[0][e] @ x[row]).chunk(2)
+                out[row] += weights[row, e] / total * (experts[1][e] @ (silu(gate) * up))
         return (out, residual), {}
 
     @classmethod
@@ -179,6 +199,10 @@ class MoE(_FeedForward):
             Case("all experts", replace(op, top_k=6), (5,)),
             Case("bfloat16", replace(op, dtype="bfloat16", experts=16, top_k=4, hidden=64), (9,)),
             Case("bfloat16, one row", replace(op, dtype="bfloat16", experts=16, top_k=4, hidden=64), (1,)),
+            *(
+                Case(name, replace(op, routed=scheme.by_rows(), shared=scheme.by_rows()), (9,))
+                for name, scheme in SCHEMES.items()
+            ),
         ]
 
     def adjust(self, variant: str, problem: Problem) -> None:
@@ -207,5 +231,5 @@ class SiluMul(Op[["torch.Tensor"], "torch.Tensor"]):
         return [
             Case("rows", op, (5,)),
             Case("no rows", op, (0,)),
-            Case("to fp8", replace(op, out=STATIC_FP8), (5,)),
+            *(Case(f"to {name}", replace(op, out=form), (5,)) for name, form in EDGES.items()),
         ]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from hal.formats import Encoded, Quantized
+from hal.formats import Encoded, Quantized, Scale, Scheme
 
 if TYPE_CHECKING:
     import torch
@@ -54,15 +54,53 @@ def moving(batch: Batch) -> Iterator[tuple[int, int, int, int, int]]:
     return (each for each in sequences(batch) if each[1] >= 0 and each[3] < each[4])
 
 
-def encode(x: torch.Tensor, form: Quantized, scale: torch.Tensor) -> Encoded:
-    """Elements ``x / scale``, saturated at the format's limit, rounded to nearest even."""
+LEAST_SCALE = 2.0**-126  # of a dynamic scale: below, float32 may be flushed to zero, and zero over zero is none
+
+
+def encode(x: torch.Tensor, form: Quantized, scale: torch.Tensor | None = None) -> Encoded:
+    """Elements ``x / scale``, saturated at the format's limit, rounded to nearest even.
+
+    A dynamic scale is ``max |x| / limit`` of what it covers, in float32.
+    """
     import torch
 
-    narrow = (x / scale.to(x.dtype)).clamp(-form.limit, form.limit)
+    if not form.scale.static:
+        scale = dynamic_scale(x, form)
+    assert scale is not None
+    wide = spread(scale.to(x.dtype), form.scale, *x.shape)
+    narrow = (x / wide).clamp(-form.limit, form.limit)
     return Encoded(narrow.to(torch.float32).to(getattr(torch, form.value)), scale)
 
 
-def decode(x: Encoded, like: torch.dtype) -> torch.Tensor:
-    """The real values behind narrow elements."""
-    value: torch.Tensor = x.value.to(like) * x.scale.to(like)
+def dynamic_scale(x: torch.Tensor, form: Quantized) -> torch.Tensor:
+    """The scale of each row, or of each block of a row, of ``x [rows, columns]``."""
+    import torch
+
+    rows, columns = x.shape
+    size = form.scale.block[1] if form.scale.block else max(1, columns)
+    padded = torch.nn.functional.pad(x.abs(), (0, -columns % size))
+    most = padded.unflatten(1, (-1, size)).amax(-1) if rows else x.new_zeros(form.scale.shape(rows, columns))
+    return (most.double() / form.limit).float().clamp(min=LEAST_SCALE)
+
+
+def spread(scale: torch.Tensor, form: Scale, rows: int, columns: int) -> torch.Tensor:
+    """A scale of each element of a matrix ``[rows, columns]``, or what broadcasts to that."""
+    if form.block:
+        scale = scale.repeat_interleave(form.block[0], -2)[..., :rows, :]
+        return scale.repeat_interleave(form.block[1], -1)[..., :columns]
+    return scale[..., None] if form.per == "channel" else scale
+
+
+def decode(x: Encoded, like: torch.dtype, form: Scale | None = None) -> torch.Tensor:
+    """The real values behind narrow elements; ``form`` says what a scale covers where that is a block."""
+    scale = x.scale.to(like)
+    value: torch.Tensor = x.value.to(like) * (spread(scale, form, *x.value.shape[-2:]) if form else scale)
     return value
+
+
+def weight_of(params: Mapping[str, torch.Tensor], name: str, scheme: Scheme | None) -> torch.Tensor:
+    """The real values of a weight among an op's parameters; experts on a leading axis."""
+    weight = params[name]
+    if scheme is None:
+        return weight
+    return weight * spread(params[f"{name}_scale"], scheme.weight.scale, *weight.shape[-2:])

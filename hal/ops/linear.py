@@ -8,10 +8,10 @@ from itertools import groupby
 from typing import TYPE_CHECKING, ClassVar
 
 from hal.errors import HalError
-from hal.formats import STATIC_FP8, Format, Quantized, Scale, Tensor
+from hal.formats import SCHEMES, Format, Scheme, Tensor
 from hal.layout import Param
 from hal.ops.base import Arg, Case, Op, Outcome, Pack, Problem, Signature
-from hal.ops.formulas import rms_norm
+from hal.ops.formulas import rms_norm, weight_of
 
 if TYPE_CHECKING:
     import torch
@@ -19,12 +19,11 @@ if TYPE_CHECKING:
     from hal.formats import Encoded
 
 BF16 = Tensor("bfloat16")
-FP8_WEIGHT = Quantized("float8_e4m3fn", Scale("tensor", static=True))
 
 
 @dataclass(frozen=True)
 class Projection:
-    """One part of an input projection: its local rows, the output it goes to, its weight format.
+    """One part of an input projection: its local rows, the output it goes to, how it is quantized.
 
     ``shard`` and ``copies`` as in ``Param``: rank r holds slice r // copies.
     """
@@ -32,29 +31,87 @@ class Projection:
     name: str
     rows: int
     output: str
-    weight_format: Format = BF16
+    scheme: Scheme | None = None
     copies: int = 1
 
     def __str__(self) -> str:
-        return f"{self.name}:{self.rows}"
+        return f"{self.name}:{self.rows}" + (f":{self.scheme}" if self.scheme else "")
 
 
 def weight_params(
     name: str,
-    rows: int,
-    columns: int,
-    form: Format,
+    shape: tuple[int, ...],
+    dtype: str,
+    scheme: Scheme | None,
     *,
     shard: int | None,
+    sections: tuple[int, ...] = (),
     copies: int = 1,
-    memory: str = "weight",
+    memory: str = "",
 ) -> tuple[Param, ...]:
-    """The parameters of one weight matrix: itself, and its scale where it is quantized."""
-    init = (0.0, columns**-0.5)
-    if isinstance(form, Tensor):
-        return (Param(name, (rows, columns), form.dtype, memory, shard, copies=copies, init=init),)
-    scale = Param(f"{name}_scale", (1,), form.scale.dtype, f"{memory}_scale", init=(0.02, 0.0))
-    return (Param(name, (rows, columns), form.value, memory, shard, copies=copies, init=(0.0, 2.0)), scale)
+    """The parameters of a weight ``[..., rows, columns]``: itself, and its scale where it is quantized.
+
+    ``shard`` counts axes of the weight; a scale is split where it covers no more than its rank's share.
+    """
+    memory = memory or name
+    rows, columns = shape[-2:]
+    spread = columns**-0.5
+    if scheme is None:
+        return (Param(name, shape, dtype, memory, shard, sections, copies, (0.0, spread)),)
+    form, lead = scheme.weight, shape[:-2]
+    codes = Param(name, shape, form.stored, memory, shard, sections, copies, (0.0, 2.0))
+    held = (*lead, *form.scale.shape(rows, columns))
+    split = shard if shard == len(lead) and form.scale.per == "channel" else None
+    # rows differ, so that one scaled as its neighbour shows
+    made = (spread / 2, spread / 16 if form.scale.per == "channel" else 0.0)
+    scale = Param(
+        f"{name}_scale", held, form.scale.dtype, f"{memory}_scale", split,
+        sections if split is not None else (), copies if split is not None else 1, made,
+    )  # fmt: skip
+    return (codes, scale)
+
+
+def input_params(scheme: Scheme | None, suffix: str = "") -> tuple[Param, ...]:
+    """The scale of the input, where the checkpoint fixes it: a buffer that the producer of x reads."""
+    if scheme is None or scheme.activations is None or not scheme.activations.scale.static:
+        return ()
+    return (Param(f"input_scale{suffix}", (1,), "float32", f"input_scale{suffix}", init=(0.02, 0.0)),)
+
+
+@dataclass(frozen=True)
+class PartGroup:
+    """Parts of an opening that are quantized alike: their rows lie one after the other in memories of their own."""
+
+    suffix: str  # of the memories; empty where there is one group
+    parts: tuple[Projection, ...]
+    scheme: Scheme | None
+
+    @property
+    def rows(self) -> int:
+        return sum(p.rows for p in self.parts)
+
+    def __str__(self) -> str:
+        return f"{','.join(p.name for p in self.parts)} {self.scheme or 'as dtype'}"
+
+
+def part_groups(parts: Sequence[Projection]) -> tuple[PartGroup, ...]:
+    """The parts by scheme, in the order of their first ones."""
+    schemes = list(dict.fromkeys(p.scheme for p in parts))
+    alike = [tuple(p for p in parts if p.scheme == scheme) for scheme in schemes]
+    names = ["_" + "".join(p.name for p in some) if len(schemes) > 1 else "" for some in alike]
+    return tuple(PartGroup(*each) for each in zip(names, alike, schemes, strict=True))
+
+
+def _opening_params(op: InProj | NormLinear) -> tuple[Param, ...]:
+    found = [Param("norm", (op.hidden,), op.dtype, "norm", init=(0.0, 0.1))]
+    for group in part_groups(op.parts):
+        for p in group.parts:
+            found += weight_params(
+                p.name, (p.rows, op.hidden), op.dtype, p.scheme,
+                shard=0, copies=p.copies, memory=f"weight{group.suffix}",
+            )  # fmt: skip
+        found += input_params(group.scheme, group.suffix)
+    return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +149,7 @@ class InProj(Op[["torch.Tensor", "torch.Tensor"], "tuple[tuple[torch.Tensor, ...
         return Signature(hidden, (Pack("value", value), Arg("residual", ("rows", self.hidden), form)))
 
     def params(self) -> tuple[Param, ...]:
-        found = [Param("norm", (self.hidden,), self.dtype, "norm", init=(0.0, 0.1))]
-        for p in self.parts:
-            found += weight_params(p.name, p.rows, self.hidden, p.weight_format, shard=0, copies=p.copies)
-        return tuple(found)
+        return _opening_params(self)
 
     def reference(self, problem: Problem) -> Outcome:
         import torch
@@ -103,7 +157,9 @@ class InProj(Op[["torch.Tensor", "torch.Tensor"], "tuple[tuple[torch.Tensor, ...
         residual = problem.args["residual"] + problem.args["partial"]
         x = rms_norm(residual, problem.params["norm"], self.eps, 1.0)
         outputs = {
-            name: torch.cat([x @ problem.params[p.name].T for p in self.parts if p.output == name], -1)
+            name: torch.cat(
+                [x @ weight_of(problem.params, p.name, p.scheme).T for p in self.parts if p.output == name], -1
+            )
             for name in self.outputs()
         }
         return (*outputs.values(), residual), {}
@@ -123,6 +179,11 @@ class InProj(Op[["torch.Tensor", "torch.Tensor"], "tuple[tuple[torch.Tensor, ...
             Case("many rows", odd, (1030,)),
             Case("no rows", even, (0,)),
             Case("large residual", even, (3,), variant="large residual"),
+            *(
+                Case(f"{name}{text}", replace(odd, parts=(*_quantized(parts[:n], scheme), *parts[n:])), (5,))
+                for name, scheme in SCHEMES.items()
+                for n, text in ((6, ""), (4, ", b and a plain"))
+            ),
         ]
 
     def adjust(self, variant: str, problem: Problem) -> None:
@@ -133,52 +194,64 @@ def _widened(parts: Sequence[Projection], rows: int) -> tuple[Projection, ...]:
     return tuple(replace(p, rows=rows) for p in parts)
 
 
+def _quantized(parts: Sequence[Projection], scheme: Scheme) -> tuple[Projection, ...]:
+    return tuple(replace(p, scheme=scheme.by_rows()) for p in parts)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Linear(Op[["torch.Tensor | Encoded"], "torch.Tensor"]):
     """Closes a mixer: ``x [rows, columns]`` times a weight split by columns over ranks; gives partial sums.
 
     The consumer of the result reduces over ranks. With a quantized weight the value is
-    ``(x_code * x_scale) @ (w_code * w_scale).T``; ``input_scale``: the checkpoint fixes the
-    scale of x, a buffer of this op's storage that the producer of x reads.
+    ``(x_code * x_scale) @ (w_code * w_scale).T``; where the scheme fixes the scale of x, it is a
+    buffer of this op's storage that the producer of x reads.
     """
 
     columns: int
     rows: int
     x: Format = BF16
-    weight: Format = BF16
-    input_scale: bool = False
+    scheme: Scheme | None = None
     dtype: str = "bfloat16"
     coarse: ClassVar[bool] = True
+
+    @property
+    def weight(self) -> Format:
+        """The weight's format."""
+        return self.scheme.weight if self.scheme else Tensor(self.dtype)
 
     def signature(self) -> Signature:
         x = Arg("x", ("rows", self.columns), self.x, free=(0,))
         return Signature((x,), (Arg("partial", ("rows", self.rows), Tensor(self.dtype)),))
 
     def params(self) -> tuple[Param, ...]:
-        found = weight_params("weight", self.rows, self.columns, self.weight, shard=1)
-        if self.input_scale:
-            found += (Param("input_scale", (1,), "float32", "input_scale", init=(0.02, 0.0)),)
-        return found
+        shape = (self.rows, self.columns)
+        return (*weight_params("weight", shape, self.dtype, self.scheme, shard=1), *input_params(self.scheme))
 
     def reference(self, problem: Problem) -> Outcome:
-        weight = problem.params["weight"]
-        if isinstance(self.weight, Quantized):
-            weight = weight * problem.params["weight_scale"]
-        return (problem.args["x"] @ weight.T,), {}
+        return (problem.args["x"] @ weight_of(problem.params, "weight", self.scheme).T,), {}
 
     @classmethod
     def cases(cls) -> Sequence[Case]:
         plain = cls(columns=96, rows=64)
-        fp8 = replace(plain, weight=FP8_WEIGHT, input_scale=True)
         return [
             Case("one row", plain, (1,)),
             Case("few rows", plain, (7,)),
             Case("rows", plain, (33,)),
             Case("no rows", plain, (0,)),
-            Case("fp8 weight", fp8, (5,)),
-            Case("fp8 both", replace(fp8, x=STATIC_FP8), (5,)),
-            Case("fp8 both, no rows", replace(fp8, x=STATIC_FP8), (0,)),
+            *quantized_cases(plain),
         ]
+
+
+def quantized_cases(op: Linear | Gemm) -> list[Case]:
+    """Each scheme with x as it is and as the scheme rounds it, and with no rows."""
+    found = []
+    for name, scheme in SCHEMES.items():
+        mine = replace(op, scheme=scheme)
+        found.append(Case(f"{name} weight", mine, (5,)))
+        if scheme.activations:
+            both = replace(mine, x=scheme.activations)
+            found += [Case(f"{name} both", both, (5,)), Case(f"{name} both, no rows", both, (0,))]
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,43 +275,49 @@ class NormLinear(Op[["torch.Tensor", "torch.Tensor"], "tuple[torch.Tensor, torch
         return Signature(hidden, (Arg("value", ("rows", self.width), form, free=(0,)), hidden[1]))
 
     def params(self) -> tuple[Param, ...]:
-        found = [Param("norm", (self.hidden,), self.dtype, "norm", init=(0.0, 0.1))]
-        for p in self.parts:
-            found += weight_params(p.name, p.rows, self.hidden, p.weight_format, shard=0, copies=p.copies)
-        return tuple(found)
+        return _opening_params(self)
 
     def reference(self, problem: Problem) -> Outcome:
         import torch
 
         residual = problem.args["residual"] + problem.args["partial"]
         x = rms_norm(residual, problem.params["norm"], self.eps, 1.0)
-        return (torch.cat([x @ problem.params[p.name].T for p in self.parts], -1), residual), {}
+        return (torch.cat([x @ weight_of(problem.params, p.name, p.scheme).T for p in self.parts], -1), residual), {}
 
     @classmethod
     def cases(cls) -> Sequence[Case]:
         op = cls(hidden=64, parts=tuple(Projection(n, r, "qkv") for n, r in (("q", 64), ("k", 16), ("v", 16))))
-        return [Case("one row", op, (1,)), Case("rows", op, (17,)), Case("no rows", op, (0,))]
+        quantized = [
+            Case(name, replace(op, parts=_quantized(op.parts, scheme)), (5,)) for name, scheme in SCHEMES.items()
+        ]
+        return [Case("one row", op, (1,)), Case("rows", op, (17,)), Case("no rows", op, (0,)), *quantized]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gemm(Op[["torch.Tensor"], "torch.Tensor"]):
-    """``x [rows, columns] @ weight[rows, columns].T``; a part of composed kernels."""
+    """``x [rows, columns] @ weight[rows, columns].T``; a part of composed kernels. Quantized as Linear is."""
 
     columns: int
     rows: int
     x: Format = BF16
-    weight: Format = BF16
+    scheme: Scheme | None = None
     dtype: str = "bfloat16"
+
+    @property
+    def weight(self) -> Format:
+        """The weight's format."""
+        return self.scheme.weight if self.scheme else Tensor(self.dtype)
 
     def signature(self) -> Signature:
         x = Arg("x", ("rows", self.columns), self.x, free=(0,))
         return Signature((x,), (Arg("value", ("rows", self.rows), Tensor(self.dtype), free=(0,)),))
 
     def params(self) -> tuple[Param, ...]:
-        return weight_params("weight", self.rows, self.columns, self.weight, shard=0)
+        shape = (self.rows, self.columns)
+        return (*weight_params("weight", shape, self.dtype, self.scheme, shard=0), *input_params(self.scheme))
 
     def reference(self, problem: Problem) -> Outcome:
-        return (problem.args["x"] @ problem.params["weight"].T,), {}
+        return (problem.args["x"] @ weight_of(problem.params, "weight", self.scheme).T,), {}
 
     @classmethod
     def cases(cls) -> Sequence[Case]:
@@ -250,4 +329,5 @@ class Gemm(Op[["torch.Tensor"], "torch.Tensor"]):
             Case("long rows", cls(columns=8192, rows=16), (5,)),
             Case("rows", op, (33,)),
             Case("no rows", op, (0,)),
+            *quantized_cases(odd),
         ]

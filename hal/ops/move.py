@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hal.errors import HalError
-from hal.formats import STATIC_FP8, Quantized, Tensor
+from hal.formats import EDGES, STATIC_FP8, Quantized, Tensor
 from hal.ops.base import Arg, Case, Op, Outcome, Problem, Signature
 from hal.ops.formulas import encode
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class Quantize(Op[["torch.Tensor"], "Encoded"]):
     """Encode ``x [rows, columns]``: ``x / scale``, saturated at the format's limit, nearest even.
 
-    A static scale is a buffer of the consumer's storage; zero stays zero; never NaN from a number.
+    A static scale is a buffer of the consumer's storage; a dynamic one is ``max |x| / limit`` of what it
+    covers, in float32, at least 2^-126. Zero stays zero; never NaN from a number.
     """
 
     columns: int
@@ -33,19 +34,24 @@ class Quantize(Op[["torch.Tensor"], "Encoded"]):
         return Signature((x,), (Arg("value", ("rows", self.columns), self.out),))
 
     def reference(self, problem: Problem) -> Outcome:
-        return (encode(problem.args["x"], self.out, problem.params["out_scale"]),), {}
+        return (encode(problem.args["x"], self.out, problem.params.get("out_scale")),), {}
 
     @classmethod
     def cases(cls) -> Sequence[Case]:
-        op = cls(columns=48)
         return [
-            Case("rows", op, (5,)),
-            Case("no rows", op, (0,)),
-            Case("beyond the limit", op, (3,), variant="big"),
+            case
+            for name, form in EDGES.items()
+            for op in (cls(columns=200, out=form),)
+            for case in (
+                Case(name, op, (5,)),
+                Case(f"{name}, no rows", op, (0,)),
+                Case(f"{name}, large", op, (3,), variant="large"),
+                Case(f"{name}, small", op, (3,), variant="small"),
+            )
         ]
 
     def adjust(self, variant: str, problem: Problem) -> None:
-        problem.args["x"].mul_(1000.0)
+        problem.args["x"].mul_({"large": 1000.0, "small": 1e-12}[variant])
         problem.args["x"][0] = 0.0
 
 

@@ -6,15 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hal.formats import STATIC_FP8, Format, Tensor
+from hal.formats import EDGES, TOKEN_FP8, Format, Made, Tensor
 from hal.layout import Param
-from hal.ops.base import Arg, Case, Op, Outcome, Problem, Signature
+from hal.ops.base import Arg, Case, Op, Outcome, Pack, Problem, Signature
 from hal.ops.formulas import rms_norm, silu
 
 if TYPE_CHECKING:
     import torch
 
 BF16 = Tensor("bfloat16")
+
+
+def to_edges(op: RMSNorm | AddRMSNorm | GatedRMSNorm, rows: int) -> list[Case]:
+    """The op with each format that an edge may have."""
+    return [Case(f"to {name}", replace(op, out=form), (rows,)) for name, form in EDGES.items()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +54,7 @@ class RMSNorm(Op[["torch.Tensor"], "torch.Tensor"]):
             Case("small weight", op, (4,), variant="small weight"),
             Case("weight zero", op, (4,), variant="weight zero"),
             Case("plain", replace(op, offset=0.0), (4,)),
-            Case("to fp8", replace(op, out=STATIC_FP8), (4,)),
+            *to_edges(op, 4),
         ]
 
     def adjust(self, variant: str, problem: Problem) -> None:
@@ -60,26 +65,32 @@ class RMSNorm(Op[["torch.Tensor"], "torch.Tensor"]):
 class AddRMSNorm(Op[["torch.Tensor", "torch.Tensor"], "tuple[torch.Tensor, torch.Tensor]"]):
     """``residual += sum over ranks of partial``, then RMSNorm of it; gives (value, residual).
 
-    The sum is formed in float32, rounded once to the dtype, and normalised as rounded.
+    The sum is formed in float32, rounded once to the dtype, and normalised as rounded. Several
+    formats as ``out``: the value in each of them, as a tuple.
     """
 
     hidden: int
     eps: float = 1e-6
     offset: float = 1.0
     dtype: str = "bfloat16"
-    out: Format = BF16
+    out: Made = BF16
 
     def signature(self) -> Signature:
-        form = Tensor(self.dtype)
-        args = (Arg("partial", ("rows", self.hidden), form), Arg("residual", ("rows", self.hidden), form))
-        return Signature(args, (Arg("value", ("rows", self.hidden), self.out), args[1]))
+        form, shape = Tensor(self.dtype), ("rows", self.hidden)
+        args = (Arg("partial", shape, form), Arg("residual", shape, form))
+        if isinstance(self.out, tuple):
+            value: Arg | Pack = Pack("value", tuple(Arg(f"value{i}", shape, out) for i, out in enumerate(self.out)))
+        else:
+            value = Arg("value", shape, self.out)
+        return Signature(args, (value, args[1]))
 
     def params(self) -> tuple[Param, ...]:
         return (Param("norm", (self.hidden,), self.dtype, "norm", init=(0.0, 0.1)),)
 
     def reference(self, problem: Problem) -> Outcome:
         residual = problem.args["residual"] + problem.args["partial"]
-        return (rms_norm(residual, problem.params["norm"], self.eps, self.offset), residual), {}
+        value = rms_norm(residual, problem.params["norm"], self.eps, self.offset)
+        return (*(value,) * (len(self.out) if isinstance(self.out, tuple) else 1), residual), {}
 
     @classmethod
     def cases(cls) -> Sequence[Case]:
@@ -88,7 +99,8 @@ class AddRMSNorm(Op[["torch.Tensor", "torch.Tensor"], "tuple[torch.Tensor, torch
             Case("rows", op, (7,)),
             Case("no rows", op, (0,)),
             Case("weight zero", op, (4,), variant="weight zero"),
-            Case("to fp8", replace(op, out=STATIC_FP8), (4,)),
+            *to_edges(op, 4),
+            Case("to two formats", replace(op, out=(TOKEN_FP8, BF16)), (4,)),
         ]
 
     def adjust(self, variant: str, problem: Problem) -> None:
@@ -125,7 +137,7 @@ class GatedRMSNorm(Op[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]):
             Case("rows", op, (5,)),
             Case("no rows", op, (0,)),
             Case("weight zero", op, (3,), variant="weight zero"),
-            Case("to fp8", replace(op, out=STATIC_FP8), (5,)),
+            *to_edges(op, 5),
         ]
 
     def adjust(self, variant: str, problem: Problem) -> None:

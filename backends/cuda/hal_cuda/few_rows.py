@@ -9,11 +9,10 @@ from typing import Any, ClassVar
 from hal_triton.needs import overlaps
 
 from hal.device import Device
-from hal.formats import Tensor
 from hal.kernel import Kernel, Part, Rows, Tier, kernel
 from hal.layout import Layout, Packed
 from hal.numerics import Class, Numerics
-from hal.opening import norm_part, one_format
+from hal.opening import norm_part
 from hal.ops import Gemm, InProj, Linear, NormGateUp
 from hal.requirement import Reason
 from hal_cuda.needs import cpp, no_bfloat16
@@ -97,8 +96,6 @@ class GemmFew(_Few):
         return _most(op.rows)
 
     def refuses(self, op: Any, device: Device) -> Reason | None:
-        if op.weight != Tensor(op.dtype):
-            return Reason("op", f"needs a weight in {op.dtype}; it is {op.weight}")
         return super().refuses(op, device) or _columns(op.columns, "columns")
 
     def settings(self, op: Any, device: Device) -> Mapping[str, Any]:
@@ -115,7 +112,7 @@ class InProjFew(_Few, Kernel[InProj]):
         return _most(sum(op.outputs().values()))
 
     def refuses(self, op: InProj, device: Device) -> Reason | None:
-        return super().refuses(op, device) or one_format(op) or _columns(op.hidden, "hidden")
+        return super().refuses(op, device) or _columns(op.hidden, "hidden")
 
     def parts(self, op: InProj) -> Mapping[str, Part]:
         return {"norm": norm_part(op)}

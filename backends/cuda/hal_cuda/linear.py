@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from hal.device import Device
-from hal.formats import Tensor, dtype
+from hal.formats import dtype
 from hal.kernel import Kernel, Part, Rows, Tier, kernel
 from hal.layout import Layout, Packed, Padded
-from hal.opening import norm_part, one_format
+from hal.opening import norm_part
 from hal.ops import Gemm, InProj, Linear
 from hal.requirement import Reason, Requirement, library, vendor
 
@@ -25,9 +25,6 @@ class _InProj(Kernel[InProj]):
 
     def rows(self, op: InProj, device: Device) -> Rows:
         return (MANY, None)
-
-    def refuses(self, op: InProj, device: Device) -> Reason | None:
-        return one_format(op)
 
     def parts(self, op: InProj) -> Mapping[str, Part]:
         return {"norm": norm_part(op)}
@@ -72,11 +69,6 @@ class _Gemm(Kernel[Any]):
 
     def rows(self, op: Any, device: Device) -> Rows:
         return (MANY, None)
-
-    def refuses(self, op: Any, device: Device) -> Reason | None:
-        if op.weight != Tensor(op.dtype):
-            return Reason("op", f"needs a weight in {op.dtype}; it is {op.weight}")
-        return None
 
 
 @kernel("cuda.linear", code=f"{CODE}:linear")

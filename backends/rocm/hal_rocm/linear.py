@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from hal.device import Device
-from hal.formats import Tensor
 from hal.kernel import Kernel, Part, Tier, kernel
 from hal.layout import Layout, Packed
-from hal.opening import norm_part, one_format
+from hal.opening import norm_part
 from hal.ops import Gemm, InProj, Linear
 from hal.requirement import Reason
 from hal_rocm.rules import AITER, HIPBLASLT
@@ -26,7 +25,7 @@ class _Packed(Kernel[InProj]):
     layouts = PACKED
 
     def refuses(self, op: InProj, device: Device) -> Reason | None:
-        return one_format(op) or _no_16_bit(op)
+        return _no_16_bit(op)
 
     def parts(self, op: InProj) -> Mapping[str, Part]:
         return {"norm": norm_part(op)}
@@ -57,11 +56,7 @@ class _Gemm(Kernel[Any]):
     layouts = PACKED
 
     def refuses(self, op: Any, device: Device) -> Reason | None:
-        if reason := _no_16_bit(op):
-            return reason
-        if op.weight != Tensor(op.dtype):
-            return Reason("op", f"needs a weight in {op.dtype}; it is {op.weight}")
-        return None
+        return _no_16_bit(op)
 
 
 @kernel("rocm.gemm", code=f"{CODE}:linear", serves=(Gemm, Linear))

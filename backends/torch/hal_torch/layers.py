@@ -10,7 +10,7 @@ from hal.kernel import Kernel, Part, Rows, kernel
 from hal.numerics import REASSOCIATED, Numerics
 from hal.opening import norm_part
 from hal.ops import MoE
-from hal.requirement import library
+from hal.requirement import Reason, library
 
 CODE = "hal_torch.code.moe"
 TORCH = (library("torch", ">=2.9"),)
@@ -43,3 +43,20 @@ class ExpertMoE(_MoE, Kernel[MoE]):
 
     captures = False
     launches = 40
+
+
+@kernel("torch.moe_quantized", code=f"{CODE}:quantized")
+class QuantizedMoE(_MoE, Kernel[MoE]):
+    """Expert by expert: activations as the checkpoint rounds them, real values multiplied in float32."""
+
+    captures = False
+    launches = 80
+    quantized = True
+
+    def refuses(self, op: MoE, device: Device) -> Reason | None:
+        return None if op.schemes() else Reason("op", f"needs quantized experts; all are in {op.dtype}")
+
+    def numerics(self, op: MoE) -> Numerics:
+        rounded = [scheme.activations.value for scheme in (op.routed, op.shared) if scheme and scheme.activations]
+        # what goes into both matrices of an expert
+        return replace(super().numerics(op), narrow=(*rounded[:1], *rounded[:1]))

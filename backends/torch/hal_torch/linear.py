@@ -1,15 +1,15 @@
-"""Declarations: input projections in three layouts, Linear in two formats, Gemm."""
+"""Declarations: input projections in three layouts, products with plain and with quantized weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from hal.device import Device
-from hal.formats import STATIC_FP8, Format, Quantized, Tensor, dtype
+from hal.formats import Format, dtype
 from hal.kernel import Kernel, Part, Rows, kernel
 from hal.layout import Layout, Packed, Padded, Separate
-from hal.opening import norm_part, one_format
+from hal.opening import norm_part
 from hal.ops import Gemm, InProj, Linear
 from hal.requirement import Reason, Requirement, library
 
@@ -35,9 +35,6 @@ def multiple(op: InProj, device: Device) -> int:
 class _InProj(Kernel[InProj]):
     needs = TORCH
 
-    def refuses(self, op: InProj, device: Device) -> Reason | None:
-        return one_format(op)
-
     def parts(self, op: InProj) -> Mapping[str, Part]:
         return {"norm": norm_part(op)}
 
@@ -57,7 +54,7 @@ class PackedInProj(_InProj, Kernel[InProj]):
                 "op",
                 f"needs output rows of a multiple of {wanted} bytes; {width} x {size} = {width * size} is none",
             )
-        return super().refuses(op, device)
+        return None
 
 
 @kernel("torch.padded", code=f"{CODE}:padded")
@@ -77,7 +74,7 @@ class PaddedInProj(_InProj, Kernel[InProj]):
             case True:
                 width = sum(p.rows for p in op.parts)
                 return Reason("op", f"needs a packed width to pad; {width} rows are aligned as they are")
-        return super().refuses(op, device)
+        return None
 
 
 @kernel("torch.separate", code=f"{CODE}:separate")
@@ -94,43 +91,6 @@ class PlainLinear(Kernel[Linear]):
 
     needs = TORCH
 
-    def refuses(self, op: Linear, device: Device) -> Reason | None:
-        if op.weight != Tensor(op.dtype):
-            return Reason("op", f"needs a weight in {op.dtype}; it is {op.weight}")
-        return None
-
-
-def _static_fp8(op: Linear) -> Reason | None:
-    if not isinstance(op.weight, Quantized) or op.weight.scale.per != "tensor":
-        return Reason("op", f"needs a weight with one scale; it is {op.weight}")
-    return None
-
-
-@kernel("torch.linear_fp8", code=f"{CODE}:linear_fp8")
-class Fp8Linear(Kernel[Linear]):
-    """Both factors in fp8 with static scales, widened to float32 for the product."""
-
-    needs = TORCH
-
-    def refuses(self, op: Linear, device: Device) -> Reason | None:
-        if not op.input_scale:
-            return Reason("op", "needs an input_scale in the checkpoint; there is none")
-        return _static_fp8(op)
-
-    def takes(self, op: Linear) -> tuple[Format, ...]:
-        return (STATIC_FP8,)
-
-
-@kernel("torch.linear_widened", code=f"{CODE}:linear_widened")
-class WidenedLinear(Kernel[Linear]):
-    """The fp8 weight widened at each call; x as it is, so its rounding of the checkpoint is not done."""
-
-    needs = TORCH
-    launches = 2
-
-    def refuses(self, op: Linear, device: Device) -> Reason | None:
-        return _static_fp8(op)
-
 
 @kernel("torch.gemm", code=f"{CODE}:linear")
 class PlainGemm(Kernel[Gemm]):
@@ -138,7 +98,30 @@ class PlainGemm(Kernel[Gemm]):
 
     needs = TORCH
 
-    def refuses(self, op: Gemm, device: Device) -> Reason | None:
-        if op.weight != Tensor(op.dtype):
-            return Reason("op", f"needs a weight in {op.dtype}; it is {op.weight}")
-        return None
+
+class _Quantized(Kernel[Any]):
+    needs = TORCH
+    quantized = True
+
+    def refuses(self, op: Any, device: Device) -> Reason | None:
+        return None if op.scheme else Reason("op", f"needs a quantized weight; it is {op.weight}")
+
+
+@kernel("torch.linear_quantized", code=f"{CODE}:linear_quantized", serves=(Gemm, Linear))
+class QuantizedLinear(_Quantized):
+    """Both factors as the checkpoint rounds them, their real values multiplied in float32."""
+
+    def refuses(self, op: Any, device: Device) -> Reason | None:
+        if op.scheme and op.scheme.activations is None:
+            return Reason("op", f"needs a scheme that rounds activations; {op.scheme} does not")
+        return super().refuses(op, device)
+
+    def takes(self, op: Any) -> tuple[Format, ...]:
+        return (op.scheme.activations,) if op.scheme and op.scheme.activations else ()
+
+
+@kernel("torch.linear_widened", code=f"{CODE}:linear_widened", serves=(Gemm, Linear))
+class WidenedLinear(_Quantized):
+    """The weight widened at each call; x as it is, so its rounding of the checkpoint is not done."""
+
+    launches = 2

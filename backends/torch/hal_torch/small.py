@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hal.device import Device
-from hal.formats import Format, Quantized, Tensor
+from hal.formats import Format, Tensor
 from hal.kernel import Kernel, Part, kernel
 from hal.numerics import EXACT, REASSOCIATED, Numerics
 from hal.ops import (
@@ -60,14 +60,12 @@ class TorchSiluMul(Kernel[SiluMul]):
 
 @kernel("torch.quantize", code=f"{CODE}:quantize")
 class TorchQuantize(Kernel[Quantize]):
-    """Static scales; torch's own rounding to fp8."""
+    """Every format; torch's own division and rounding."""
 
     needs = TORCH
 
     def makes(self, op: Quantize) -> tuple[Format, ...]:
-        form = op.out
-        static = isinstance(form, Quantized) and form.scale.static and form.scale.per == "tensor"
-        return (form,) if static else ()
+        return (op.out,)
 
     def numerics(self, op: Quantize) -> Numerics:
         return EXACT

@@ -10,7 +10,7 @@ from hal.formats import Tensor
 from hal.kernel import Kernel, Part, Rows, Tier, kernel
 from hal.layout import Layout, Packed
 from hal.numerics import Class, Numerics
-from hal.opening import norm_part, one_format
+from hal.opening import norm_part
 from hal.ops import Gemm, InProj, Linear, NormGateUp, NormLinear
 from hal.requirement import Reason
 from hal_triton import archs
@@ -39,8 +39,6 @@ class _Product(Kernel[Any]):
     def refuses(self, op: Any, device: Device) -> Reason | None:
         if op.dtype not in DTYPES:
             return Reason("op", f"needs {' or '.join(DTYPES)}; dtype is {op.dtype}")
-        if op.weight != Tensor(op.dtype):
-            return Reason("op", f"needs a weight in {op.dtype}; it is {op.weight}")
         if op.x != Tensor(op.dtype):
             return Reason("op", f"needs x in {op.dtype}; it is {op.x}")
         return None
@@ -116,7 +114,7 @@ class _Opening(Kernel[Any]):
     def refuses(self, op: Any, device: Device) -> Reason | None:
         if op.dtype not in DTYPES:
             return Reason("op", f"needs {' or '.join(DTYPES)}; dtype is {op.dtype}")
-        return one_format(op) if hasattr(op, "parts") else None
+        return None
 
     def parts(self, op: Any) -> Mapping[str, Part]:
         return {"norm": norm_part(op)}

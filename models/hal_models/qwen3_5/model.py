@@ -57,7 +57,7 @@ class GatedDeltaNet:
             "state_dtype": cfg.state_dtype,
         }
         key, value = share.key_heads * cfg.key_head_dim, share.value_heads * cfg.value_head_dim
-        out = ops.Linear(columns=value, rows=cfg.hidden, x=form, weight=form, dtype=cfg.dtype, world=world)
+        out = ops.Linear(columns=value, rows=cfg.hidden, x=form, dtype=cfg.dtype, world=world)
         self.out_proj = rt.bind(out, f"{name}.out_proj", fed=True)
         self.core = rt.bind_group(
             name=f"{name}.core",
@@ -73,7 +73,7 @@ class GatedDeltaNet:
             ("b", share.value_heads, "b"),
             ("a", share.value_heads, "a"),
         )
-        parts = tuple(Projection(part, rows, output, form) for part, rows, output in widths)
+        parts = tuple(Projection(part, rows, output) for part, rows, output in widths)
         opens = ops.InProj(hidden=cfg.hidden, parts=parts, dtype=cfg.dtype, eps=cfg.eps, world=world)
         self.in_proj = rt.bind(opens, f"{name}.in_proj")
         self.state = self.core
@@ -96,7 +96,7 @@ class Attention:
             "dtype": cfg.dtype,
         }
         width, kv_width = share.heads * cfg.head_dim, share.kv_heads * cfg.head_dim
-        out = ops.Linear(columns=width, rows=cfg.hidden, x=form, weight=form, dtype=cfg.dtype, world=world)
+        out = ops.Linear(columns=width, rows=cfg.hidden, x=form, dtype=cfg.dtype, world=world)
         self.o_proj = rt.bind(out, f"{name}.o_proj", fed=True)
         self.core = rt.bind_group(
             name=f"{name}.core",
@@ -113,9 +113,9 @@ class Attention:
             ),
         )
         parts = (
-            Projection("q", 2 * width, "qkv", form),
-            Projection("k", kv_width, "qkv", form, share.copies),
-            Projection("v", kv_width, "qkv", form, share.copies),
+            Projection("q", 2 * width, "qkv"),
+            Projection("k", kv_width, "qkv", None, share.copies),
+            Projection("v", kv_width, "qkv", None, share.copies),
         )
         opens = ops.NormLinear(hidden=cfg.hidden, parts=parts, dtype=cfg.dtype, eps=cfg.eps, world=world)
         self.qkv_proj = rt.bind(opens, f"{name}.qkv_proj")

@@ -13,8 +13,9 @@ from hal.batch import Batch
 from hal.formats import Quantized
 from hal.kernel import Site
 from hal.layout import KV, Layout, Packed, Ring
+from hal.ops.formulas import encode
 from hal.ops.gated_delta import DeltaSizes
-from hal_torch.code.small import encoded, normed
+from hal_torch.code.small import normed
 
 Call = Callable[..., Any]
 CHUNK = 64
@@ -190,7 +191,7 @@ def _core(site: Site, where: Callable[[Batch], Grid]) -> Call:
         spread[g.live] = (normed(o, norm, op.eps, 0.0) * gate).flatten(2)
         out = g.collect(spread)
         if isinstance(op.out, Quantized):
-            return encoded(out.to(kind), site.scales["out"], op.out.limit, getattr(torch, op.out.value))
+            return encode(out.to(kind).float(), op.out, site.scales["out"])
         return out.to(kind)
 
     return run

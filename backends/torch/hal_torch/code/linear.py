@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal.formats import Encoded
+from hal.formats import Encoded, Quantized
 from hal.kernel import Site
 from hal.layout import Packed, Separate
+from hal.ops.formulas import decode, spread
 
 Call = Callable[..., Any]
 Pair = tuple[tuple[Tensor, ...], Tensor]
@@ -65,23 +66,24 @@ def linear(site: Site) -> Call:
     return lambda x: torch.nn.functional.linear(x, weight)
 
 
-def linear_fp8(site: Site) -> Call:
-    """Codes widened to float32, the product scaled by both scales."""
-    weight, scale = site.weight("weight"), site.weight("weight_scale")
+def widened(weight: Tensor, scale: Tensor, form: Quantized) -> Tensor:
+    """The real values of a weight ``[..., rows, columns]``, in float32."""
+    return weight.float() * spread(scale.float(), form.scale, *weight.shape[-2:])
+
+
+def linear_quantized(site: Site) -> Call:
+    """Real values of both factors, in float32."""
+    scheme, weight, scale = site.op.scheme, site.weight("weight", Packed()), site.weight("weight_scale")
     out = getattr(torch, site.op.dtype)
 
     def run(x: Encoded) -> Tensor:
-        product: Tensor = x.value.float() @ weight.float().T
-        return product.mul_(x.scale * scale).to(out)
+        real = decode(x, torch.float32, scheme.activations.scale)
+        return torch.nn.functional.linear(real, widened(weight, scale, scheme.weight)).to(out)
 
     return run
 
 
 def linear_widened(site: Site) -> Call:
     """The weight in float32 at each call."""
-    weight, scale = site.weight("weight"), site.weight("weight_scale")
-
-    def run(x: Tensor) -> Tensor:
-        return torch.nn.functional.linear(x.float(), weight.float() * scale).to(x.dtype)
-
-    return run
+    form, weight, scale = site.op.weight, site.weight("weight", Packed()), site.weight("weight_scale")
+    return lambda x: torch.nn.functional.linear(x.float(), widened(weight, scale, form)).to(x.dtype)

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
+from hal.formats import Scheme
 from hal.kernel import Site
 from hal.layout import Packed
+from hal.ops.formulas import decode, encode
+from hal_torch.code.linear import widened
 
 Call = Callable[..., Any]
 
@@ -68,3 +71,47 @@ def by_expert(site: Site) -> Call:
         return out
 
     return _moe(site, experts)
+
+
+def quantized(site: Site) -> Call:
+    """Each expert that was chosen, over its rows; the shared one over all. Products in float32."""
+    norm, router, sigmoid = site.parts["norm"], site.weight("router"), site.weight("shared_sigmoid")
+    experts = _Rounded(site, "experts", site.op.routed)
+    shared = _Rounded(site, "shared", site.op.shared)
+
+    def run(partial: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        x, residual = norm(partial, residual)
+        weights, ids = routed(x, router, site.op.top_k)
+        total = shared(x) * linear(x, sigmoid).float().sigmoid()
+        for expert in ids.unique().tolist():
+            row, place = (ids == expert).nonzero(as_tuple=True)
+            total.index_add_(0, row, experts(x[row], expert) * weights[row, place, None])
+        return total.to(x.dtype), residual
+
+    return run
+
+
+class _Rounded:
+    """``down(silu(gate(x)) * up(x))`` in float32, both inputs rounded as a scheme says."""
+
+    def __init__(self, site: Site, name: str, scheme: Scheme | None) -> None:
+        self.form, self.scheme = scheme.weight if scheme else None, scheme
+        names = [f"{name}_{half}" for half in ("gate_up", "down")]
+        self.weights = [site.weight(n, Packed()) for n in names]
+        self.scales = [site.weight(f"{n}_scale", Packed()) if scheme else None for n in names]
+        memories = [f"input_scale_{n}" for n in names]
+        self.inputs = [site.weight(m) if m in site.storages else None for m in memories]
+
+    def __call__(self, x: Tensor, expert: int | None = None) -> Tensor:
+        wide = self._product(0, x, expert).to(x.dtype)
+        return self._product(1, activated(wide), expert)
+
+    def _product(self, half: int, x: Tensor, expert: int | None) -> Tensor:
+        weight, scale = self.weights[half], self.scales[half]
+        if expert is not None:
+            weight, scale = weight[expert], None if scale is None else scale[expert]
+        real = weight.float() if self.form is None or scale is None else widened(weight, scale, self.form)
+        wide, form = x.float(), self.scheme.activations if self.scheme else None
+        if form is not None:
+            wide = decode(encode(wide, form, self.inputs[half]), torch.float32, form.scale)
+        return linear(wide, real)

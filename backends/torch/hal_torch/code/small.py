@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hal.batch import Batch
-from hal.formats import Encoded
 from hal.kernel import Site
+from hal.ops.formulas import encode
 
 Call = Callable[..., Any]
 
@@ -57,14 +57,9 @@ def silu_mul(site: Site) -> Call:
     return run
 
 
-def encoded(x: Tensor, scale: Tensor, limit: float, kind: torch.dtype) -> Encoded:
-    """``x / scale`` in float32, saturated, rounded to nearest even."""
-    return Encoded((x.float() / scale).clamp(-limit, limit).to(kind), scale)
-
-
 def quantize(site: Site) -> Call:
-    scale, limit, kind = site.scales["out"], site.op.out.limit, getattr(torch, site.op.out.value)
-    return lambda x: encoded(x, scale, limit, kind)
+    form, scale = site.op.out, site.scales.get("out")
+    return lambda x: encode(x.float(), form, scale)
 
 
 def copy(site: Site) -> Call:
