@@ -8,7 +8,7 @@ from importlib import metadata
 from typing import Any
 
 from hal.backend import Broken, load_target, said
-from hal.errors import UnknownName
+from hal.errors import HalError, UnknownName
 
 GROUP = "hal.models"
 
@@ -21,7 +21,8 @@ class Family:
     from such a name or from a checkpoint's folder. ``build``, ``module:function``: the model
     from (configuration, runtime), binding all its ops. ``commands``: name of a command line's
     verb, of one word or two, to (``module:function`` that adds its arguments to a parser, ``module:function`` that
-    runs it with the parsed arguments and gives the exit status, one line of help).
+    runs it with the parsed arguments and gives the exit status, one line of help). ``scheme``,
+    ``module:function``: from (configuration, name) the configuration with its weights quantized so.
     """
 
     name: str
@@ -29,10 +30,17 @@ class Family:
     config: str
     build: str
     commands: tuple[tuple[str, str, str, str], ...] = ()
+    scheme: str = ""
 
     def configure(self, name: str) -> Any:
         """The configuration of a published name or of a checkpoint's folder."""
         return load_target(self.config)(name)
+
+    def quantize(self, config: Any, scheme: str) -> Any:
+        """The configuration with its weights quantized by a scheme's name. Errors: HalError where it has none."""
+        if not self.scheme:
+            raise HalError(f"{self.name}: knows no schemes, got {scheme!r}")
+        return load_target(self.scheme)(config, scheme)
 
     def model(self, config: Any, runtime: Any) -> Any:
         """The model, bound on a runtime."""

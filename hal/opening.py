@@ -7,6 +7,7 @@ from typing import Any
 from hal.formats import Format, Scheme, Tensor
 from hal.kernel import Part
 from hal.ops import AddRMSNorm, Gemm
+from hal.ops.linear import input_scale
 
 
 def norm_part(op: Any, *feeds: str | Format) -> Part:
@@ -15,15 +16,15 @@ def norm_part(op: Any, *feeds: str | Format) -> Part:
     return Part(norm, feeds=feeds)
 
 
-def gemm_part(op: Any, rows: int, columns: int, scheme: Scheme | None, memory: str, suffix: str = "") -> Part:
-    """A product in the op's dtype; ``memory`` holds its weight, ``suffix`` ends the name of a static input scale."""
+def gemm_part(op: Any, rows: int, columns: int, scheme: Scheme | None, memory: str) -> Part:
+    """A product in the op's dtype; ``memory`` holds its weight, others beside it the scales."""
     form = Tensor(op.dtype)
     gemm = Gemm(columns=columns, rows=rows, x=form, scheme=scheme, dtype=op.dtype)
-    names = {"weight": memory, "weight_scale": f"{memory}_scale", "input_scale": f"input_scale{suffix}"}
+    names = {"weight": memory, "weight_scale": f"{memory}_scale", "input_scale": input_scale(memory)}
     return Part(gemm, names)
 
 
-def opened(op: Any, rows: int, scheme: Scheme | None, memory: str, suffix: str = "") -> dict[str, Part]:
+def opened(op: Any, rows: int, scheme: Scheme | None, memory: str) -> dict[str, Part]:
     """The norm and one product of it: where that is quantized, it says what it takes, and the norm makes it."""
-    gemm = gemm_part(op, rows, op.hidden, scheme, memory, suffix)
+    gemm = gemm_part(op, rows, op.hidden, scheme, memory)
     return {"norm": norm_part(op, *(("gemm",) if scheme else ())), "gemm": gemm}

@@ -31,7 +31,7 @@ class Line:
 
     def cells(self) -> tuple[str, str, str, str]:
         """A row of a table: sites, op, kernels, layouts and formats."""
-        extra = "; ".join(text for text in (self.layouts(), self.edges()) if text)
+        extra = "; ".join(text for text in (self.choice.op.quantized(), self.layouts(), self.edges()) if text)
         return self.name, self.choice.op.title(), self.choice.kernels(), extra
 
     def layouts(self) -> str:

@@ -150,7 +150,7 @@ def test_an_unmet_demand_says_every_reason(
 def test_unknown_names_say_the_nearest(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean 'h100'" in refused(capsys, "dump", "--device", "h10")
     assert f"did you mean '{MODEL}'" in refused(capsys, "plan", "qwen3.5-0.8")
-    assert "known: bf16" in refused(capsys, "plan", MODEL, "--scheme", "fp8")
+    assert "did you mean 'fp8_channel'" in refused(capsys, "plan", MODEL, "--scheme", "fp8_chanel")
     monkeypatch.setenv("HAL_FORCE", "Linear=torch.liner")
     assert "did you mean 'torch.linear'" in refused(capsys, "explain", "Linear")
 

@@ -12,10 +12,14 @@ if TYPE_CHECKING:
     from hal.runtime import Runtime
 
 
-def build(name: str, runtime: Runtime) -> None:
-    """Bind a model, by published name or checkpoint folder, on a runtime that resolves only."""
+def build(name: str, runtime: Runtime, scheme: str | None = None) -> None:
+    """Bind a model, by published name or checkpoint folder, on a runtime that resolves only.
+
+    ``scheme``: as if its weights were quantized so. Errors: UnknownName for a scheme.
+    """
     family, path = _find(name)
-    family.model(family.configure(path), runtime)
+    config = family.configure(path)
+    family.model(family.quantize(config, scheme) if scheme else config, runtime)
 
 
 def _find(name: str) -> tuple[Family, str]:

@@ -17,27 +17,24 @@ from hal.cli.common import (
 )
 from hal.cli.models import build
 from hal.cli.show import print_json, print_table
-from hal.errors import PolicyError, UnknownName
+from hal.errors import PolicyError
 from hal.report import HEADS, Line, device_line, lines, size
 from hal.runtime import Runtime
 
 SCHEMA = "hal.plan/1"
-SCHEMES = ("bf16",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL|FOLDER", help="a published name or a checkpoint's folder")
     parser.add_argument("--tp", type=positive, default=1, metavar="N", help="ranks of tensor parallelism")
-    parser.add_argument("--scheme", default="bf16", metavar="S", help="how weights are quantized; only bf16 so far")
+    parser.add_argument("--scheme", metavar="S", help="as if weights were quantized so: fp8_channel, fp8_tensor")
     add_device(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.scheme not in SCHEMES:
-        raise UnknownName("scheme", args.scheme, SCHEMES)
     runtime = resolving_runtime(args)
-    build(args.model, runtime)
+    build(args.model, runtime, args.scheme)
     # a force that names an op or a site that this model has not
     if unbound := runtime.unbound_forces():
         raise PolicyError("; ".join(unbound))
@@ -80,6 +77,7 @@ def _line(line: Line) -> dict[str, Any]:
         "pieces": [{"rows": list(p.rows), "chosen": p.kernel.name} for p in line.choice.pieces],
         "layouts": {name: str(layout) for name, layout in line.choice.layouts.items()},
         "formats": line.edges(),
+        "schemes": line.choice.op.quantized(),
         "fell_back": line.choice.fell_back,
     }
 

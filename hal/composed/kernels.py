@@ -143,7 +143,7 @@ class ComposedInProj(Composed, Kernel[InProj]):
 
     def parts(self, op: InProj) -> Mapping[str, Part]:
         gemms = {
-            f"gemm{g.suffix}": gemm_part(op, g.rows, op.hidden, g.scheme, f"weight{g.suffix}", g.suffix)
+            f"gemm{g.suffix}": gemm_part(op, g.rows, op.hidden, g.scheme, f"weight{g.suffix}")
             for g in part_groups(op.parts)
         }
         return {"norm": norm_part(op, *gemms), **gemms}
@@ -184,7 +184,7 @@ class ComposedNormGateUp(Composed, Kernel[NormGateUp]):
 
     def parts(self, op: NormGateUp) -> Mapping[str, Part]:
         return {
-            **opened(op, 2 * op.intermediate, op.gate_up, "gate_up", "_gate_up"),
+            **opened(op, 2 * op.intermediate, op.gate_up, "gate_up"),
             "act": Part(SiluMul(columns=op.intermediate, dtype=op.dtype, out=op.out)),
         }
 
@@ -197,7 +197,7 @@ class ComposedGatedMLP(Composed, Kernel[GatedMLP]):
         sizes = {name: getattr(op, name) for name in ("hidden", "intermediate", "dtype", "eps", "world", "gate_up")}
         return {
             "gate_up": Part(NormGateUp(**sizes, out=Tensor(op.dtype)), feeds=("down",)),
-            "down": gemm_part(op, op.hidden, op.intermediate, op.down, "down", "_down"),
+            "down": gemm_part(op, op.hidden, op.intermediate, op.down, "down"),
         }
 
 

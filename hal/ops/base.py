@@ -149,6 +149,11 @@ class Op(Generic[P, R]):
                     found[scheme] = None
         return tuple(found)
 
+    def quantized(self) -> str:
+        """How its weights are quantized, for people; empty where none is."""
+        found = [(f.name, scheme) for f in fields(self) if isinstance(scheme := getattr(self, f.name), Scheme)]
+        return ", ".join(str(scheme) if name == "scheme" else f"{name} {scheme}" for name, scheme in found)
+
     def signature(self) -> Signature:
         """Arguments and results: names, shapes, formats, free strides."""
         raise NotImplementedError

@@ -47,7 +47,7 @@ class _Gated(_FeedForward):
             self._norm(),
             *weight_params("gate", wide, self.dtype, self.gate_up, shard=0, memory="gate_up"),
             *weight_params("up", wide, self.dtype, self.gate_up, shard=0, memory="gate_up"),
-            *input_params(self.gate_up, "_gate_up"),
+            *input_params(self.gate_up, "gate_up"),
         )
 
     def _gated(self, problem: Problem) -> Outcome:
@@ -70,7 +70,7 @@ class GatedMLP(_Gated):
 
     def params(self) -> tuple[Param, ...]:
         down = weight_params("down", (self.hidden, self.intermediate), self.dtype, self.down, shard=1)
-        return (*self._gate_up(), *down, *input_params(self.down, "_down"))
+        return (*self._gate_up(), *down, *input_params(self.down, "down"))
 
     def reference(self, problem: Problem) -> Outcome:
         (value, residual), _ = self._gated(problem)
@@ -155,7 +155,7 @@ class MoE(_FeedForward):
                 param
                 for scheme, matrix in ((routed, "experts"), (shared, "shared"))
                 for half in ("gate_up", "down")
-                for param in input_params(scheme, f"_{matrix}_{half}")
+                for param in input_params(scheme, f"{matrix}_{half}")
             ),
         )
 

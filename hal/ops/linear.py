@@ -71,11 +71,18 @@ def weight_params(
     return (codes, scale)
 
 
-def input_params(scheme: Scheme | None, suffix: str = "") -> tuple[Param, ...]:
+def input_params(scheme: Scheme | None, memory: str = "weight") -> tuple[Param, ...]:
     """The scale of the input, where the checkpoint fixes it: a buffer that the producer of x reads."""
     if scheme is None or scheme.activations is None or not scheme.activations.scale.static:
         return ()
-    return (Param(f"input_scale{suffix}", (1,), "float32", f"input_scale{suffix}", init=(0.02, 0.0)),)
+    name = input_scale(memory)
+    return (Param(name, (1,), "float32", name, init=(0.02, 0.0)),)
+
+
+def input_scale(memory: str) -> str:
+    """The memory of the static scale of what is multiplied with a weight: ``input_scale``, ``input_scale_down``."""
+    rest = memory.removeprefix("weight")
+    return f"input_scale{rest}" if rest != memory else f"input_scale_{memory}"
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,7 @@ def _opening_params(op: InProj | NormLinear) -> tuple[Param, ...]:
                 p.name, (p.rows, op.hidden), op.dtype, p.scheme,
                 shard=0, copies=p.copies, memory=f"weight{group.suffix}",
             )  # fmt: skip
-        found += input_params(group.scheme, group.suffix)
+        found += input_params(group.scheme, f"weight{group.suffix}")
     return tuple(found)
 
 
@@ -147,6 +154,9 @@ class InProj(Op[["torch.Tensor", "torch.Tensor"], "tuple[tuple[torch.Tensor, ...
         hidden = (Arg("partial", ("rows", self.hidden), form), Arg("residual", ("rows", self.hidden), form))
         value = tuple(Arg(name, ("rows", width), form, free=(0,)) for name, width in self.outputs().items())
         return Signature(hidden, (Pack("value", value), Arg("residual", ("rows", self.hidden), form)))
+
+    def quantized(self) -> str:
+        return "; ".join(map(str, part_groups(self.parts))) if self.schemes() else ""
 
     def params(self) -> tuple[Param, ...]:
         return _opening_params(self)
@@ -273,6 +283,9 @@ class NormLinear(Op[["torch.Tensor", "torch.Tensor"], "tuple[torch.Tensor, torch
         form = Tensor(self.dtype)
         hidden = (Arg("partial", ("rows", self.hidden), form), Arg("residual", ("rows", self.hidden), form))
         return Signature(hidden, (Arg("value", ("rows", self.width), form, free=(0,)), hidden[1]))
+
+    def quantized(self) -> str:
+        return "; ".join(map(str, part_groups(self.parts))) if self.schemes() else ""
 
     def params(self) -> tuple[Param, ...]:
         return _opening_params(self)

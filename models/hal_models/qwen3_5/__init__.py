@@ -11,6 +11,7 @@ family = Family(
     published=tuple(PUBLISHED),
     config=f"{CODE}.config:configure",
     build=f"{CODE}.model:Qwen35",
+    scheme=f"{CODE}.config:quantized",
     commands=(
         ("generate", f"{VERBS}.generate:arguments", f"{VERBS}.generate:run", "continue a prompt with a checkpoint"),
         (
@@ -18,6 +19,12 @@ family = Family(
             f"{VERBS}.accuracy:arguments",
             f"{VERBS}.accuracy:run",
             "score a tiny checkpoint on its tasks",
+        ),
+        (
+            "quantize",
+            f"{VERBS}.quantize:arguments",
+            f"{VERBS}.quantize:run",
+            "write a quantized checkpoint from one that is not",
         ),
         (
             "bench e2e",

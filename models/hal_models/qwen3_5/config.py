@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hal.errors import CheckpointError, UnknownName
+from hal.formats import Scheme
+from hal_models.dialects import read
+from hal_models.quantization import Quantization, recipe
 from hal_models.qwen3_5.published import PUBLISHED
 from hal_models.shipped import folder_of, shipped
 
@@ -46,6 +49,11 @@ class Config:
     tied: bool
     stops: tuple[int, ...]
     max_positions: int
+    quantization: Quantization | None = None
+
+    def scheme(self, module: str) -> Scheme | None:
+        """How a checkpoint quantizes a module, such as ``layers.0.linear_attn.in_proj_z``."""
+        return self.quantization.scheme(module) if self.quantization else None
 
     def typed(self, dtype: str | None) -> Config:
         """The same computed in another dtype."""
@@ -66,11 +74,21 @@ def configure(name: str) -> Config:
         raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: expected an object, got {type(data).__name__}")
-    return parse(name, data, _stops(folder))
+    return parse(name, data, _stops(folder), _quantization(folder))
 
 
-def parse(name: str, data: dict[str, Any], stops: tuple[int, ...] = ()) -> Config:
-    """The configuration in a config.json's contents, nested in ``text_config`` or flat."""
+def quantized(cfg: Config, scheme: str) -> Config:
+    """The configuration as if its weights were quantized by a scheme of this name; ``bf16``: not at all."""
+    return replace(cfg, quantization=None if scheme == "bf16" else Quantization("", recipe(scheme)))
+
+
+def parse(
+    name: str, data: dict[str, Any], stops: tuple[int, ...] = (), quantization: dict[str, Any] | None = None
+) -> Config:
+    """The configuration in a config.json's contents, nested in ``text_config`` or flat.
+
+    ``quantization``: what a file beside it says, where config.json says nothing.
+    """
     fields = _Fields(name, data)
     kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in TYPES:
@@ -81,7 +99,9 @@ def parse(name: str, data: dict[str, Any], stops: tuple[int, ...] = ()) -> Confi
     fields.expect("attn_output_gate", True)
     fields.expect("norm_topk_prob", True)
     fields.expect("output_gate_type", "silu", "swish", None)
-    fields.expect("quantization_config", None)
+    quantized = fields.agreed("quantization_config", quantization)
+    if quantized is not None and not isinstance(quantized, dict):
+        raise CheckpointError(f"{name}: quantization_config: expected an object, got {_short(quantized)}")
     experts = fields.size("num_experts") if moe else 0
     head_dim = fields.size("head_dim")
     _divides(fields, "num_attention_heads", "num_key_value_heads")
@@ -115,6 +135,7 @@ def parse(name: str, data: dict[str, Any], stops: tuple[int, ...] = ()) -> Confi
         tied=bool(fields.agreed("tie_word_embeddings", False)),
         stops=tuple(dict.fromkeys((*_ids(name, fields.get("eos_token_id", None)), *stops))),
         max_positions=fields.size("max_position_embeddings"),
+        quantization=read(name, quantized) if quantized else None,
     )
 
 
@@ -260,6 +281,20 @@ def _stops(folder: Path) -> tuple[int, ...]:
         return _ids(str(path), json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from None
+
+
+def _quantization(folder: Path) -> dict[str, Any] | None:
+    """What ModelOpt writes beside config.json."""
+    path = folder / "hf_quant_config.json"
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: expected an object, got {_short(found)}")
+    return found
 
 
 def _short(value: Any) -> str:

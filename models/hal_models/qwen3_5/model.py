@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from hal import ops
-from hal.errors import DivisionError
-from hal.formats import Tensor
+from hal.errors import CheckpointError, DivisionError
+from hal.formats import Scheme, Tensor
 from hal.ops import Projection
 from hal_models import PAGE_SIZE
 from hal_models.qwen3_5.config import Config
@@ -57,7 +58,8 @@ class GatedDeltaNet:
             "state_dtype": cfg.state_dtype,
         }
         key, value = share.key_heads * cfg.key_head_dim, share.value_heads * cfg.value_head_dim
-        out = ops.Linear(columns=value, rows=cfg.hidden, x=form, dtype=cfg.dtype, world=world)
+        scheme = cfg.scheme(f"{name}.out_proj")
+        out = ops.Linear(columns=value, rows=cfg.hidden, x=form, scheme=scheme, dtype=cfg.dtype, world=world)
         self.out_proj = rt.bind(out, f"{name}.out_proj", fed=True)
         self.core = rt.bind_group(
             name=f"{name}.core",
@@ -73,7 +75,10 @@ class GatedDeltaNet:
             ("b", share.value_heads, "b"),
             ("a", share.value_heads, "a"),
         )
-        parts = tuple(Projection(part, rows, output) for part, rows, output in widths)
+        parts = tuple(
+            Projection(part, rows, output, by_rows(cfg.scheme(f"{name}.in_proj_{output}")))
+            for part, rows, output in widths
+        )
         opens = ops.InProj(hidden=cfg.hidden, parts=parts, dtype=cfg.dtype, eps=cfg.eps, world=world)
         self.in_proj = rt.bind(opens, f"{name}.in_proj")
         self.state = self.core
@@ -96,7 +101,8 @@ class Attention:
             "dtype": cfg.dtype,
         }
         width, kv_width = share.heads * cfg.head_dim, share.kv_heads * cfg.head_dim
-        out = ops.Linear(columns=width, rows=cfg.hidden, x=form, dtype=cfg.dtype, world=world)
+        scheme = cfg.scheme(f"{name}.o_proj")
+        out = ops.Linear(columns=width, rows=cfg.hidden, x=form, scheme=scheme, dtype=cfg.dtype, world=world)
         self.o_proj = rt.bind(out, f"{name}.o_proj", fed=True)
         self.core = rt.bind_group(
             name=f"{name}.core",
@@ -112,10 +118,13 @@ class Attention:
                 **pages,
             ),
         )
-        parts = (
-            Projection("q", 2 * width, "qkv"),
-            Projection("k", kv_width, "qkv", None, share.copies),
-            Projection("v", kv_width, "qkv", None, share.copies),
+        parts = tuple(
+            Projection(part, rows, "qkv", by_rows(cfg.scheme(f"{name}.{part}_proj")), copies)
+            for part, rows, copies in (
+                ("q", 2 * width, 1),
+                ("k", kv_width, share.copies),
+                ("v", kv_width, share.copies),
+            )
         )
         opens = ops.NormLinear(hidden=cfg.hidden, parts=parts, dtype=cfg.dtype, eps=cfg.eps, world=world)
         self.qkv_proj = rt.bind(opens, f"{name}.qkv_proj")
@@ -128,7 +137,21 @@ class Attention:
         return self.o_proj(core(q, gate, state, batch)), residual
 
 
-def feed_forward(cfg: Config, share: Shares) -> ops.GatedMLP | ops.MoE:
+def by_rows(scheme: Scheme | None) -> Scheme | None:
+    """The scheme as parts that lie side by side are held."""
+    return scheme.by_rows() if scheme else None
+
+
+def one_scheme(cfg: Config, modules: Iterable[str]) -> Scheme | None:
+    """The scheme of modules that are one matrix here. Errors: CheckpointError where they have several."""
+    found = {cfg.scheme(module): module for module in modules}
+    if len(found) > 1:
+        listed = "; ".join(f"{module} {scheme or 'not quantized'}" for scheme, module in found.items())
+        raise CheckpointError(f"{cfg.name}: expected modules of one matrix to be quantized alike, got {listed}")
+    return next(iter(found))
+
+
+def feed_forward(cfg: Config, share: Shares, name: str) -> ops.GatedMLP | ops.MoE:
     """The second half of a layer: dense, or experts beside a shared one."""
     sizes: dict[str, Any] = {
         "hidden": cfg.hidden,
@@ -137,8 +160,15 @@ def feed_forward(cfg: Config, share: Shares) -> ops.GatedMLP | ops.MoE:
         "eps": cfg.eps,
     }
     if not cfg.experts:
-        return ops.GatedMLP(**sizes, world=share.world)
-    return ops.MoE(**sizes, experts=cfg.experts, top_k=cfg.top_k, shared_intermediate=share.shared, world=share.world)
+        gate_up = by_rows(one_scheme(cfg, (f"{name}.{part}_proj" for part in ("gate", "up"))))
+        return ops.GatedMLP(**sizes, gate_up=gate_up, down=cfg.scheme(f"{name}.down_proj"), world=share.world)
+    matrices = ("gate_proj", "up_proj", "down_proj")
+    routed = one_scheme(cfg, (f"{name}.experts.{e}.{matrix}" for e in range(cfg.experts) for matrix in matrices))
+    shared = one_scheme(cfg, (f"{name}.shared_expert.{matrix}" for matrix in matrices))
+    return ops.MoE(
+        **sizes, experts=cfg.experts, top_k=cfg.top_k, shared_intermediate=share.shared,
+        routed=by_rows(routed), shared=by_rows(shared), world=share.world,
+    )  # fmt: skip
 
 
 class Layer:
@@ -151,7 +181,7 @@ class Layer:
             self.mixer = GatedDeltaNet(cfg, share, rt, f"{name}.linear_attn")
         else:
             self.mixer = Attention(cfg, share, rt, f"{name}.self_attn")
-        self.mlp = rt.bind(feed_forward(cfg, share), f"{name}.mlp")
+        self.mlp = rt.bind(feed_forward(cfg, share, f"{name}.mlp"), f"{name}.mlp")
 
     def __call__(self, partial: torch.Tensor, residual: torch.Tensor, state: State, batch: Batch) -> Pair:
         return self.mlp(*self.mixer(partial, residual, state, batch))
@@ -165,8 +195,10 @@ class Qwen35:
         self.shares = share = Shares(cfg, rt.world)
         self.embed = rt.bind(ops.Embed(vocab=share.vocab, hidden=cfg.hidden, dtype=cfg.dtype, world=rt.world), "embed")
         self.layers = [Layer(cfg, share, rt, i) for i in range(len(cfg.layers))]
+        scheme = None if cfg.tied else cfg.scheme("lm_head")
+        sizes: dict[str, Any] = {"hidden": cfg.hidden, "dtype": cfg.dtype, "world": rt.world}
         self.head = rt.bind(
-            ops.Head(hidden=cfg.hidden, vocab=share.vocab, dtype=cfg.dtype, eps=cfg.eps, world=rt.world),
+            ops.Head(**sizes, vocab=share.vocab, eps=cfg.eps, scheme=scheme),
             "head",
             shares=self.embed if cfg.tied else None,
         )

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hal.errors import CheckpointError, StorageError
 from hal.layout import Param
+from hal.ops.linear import input_scale
 from hal_models.files import Files
+from hal_models.qwen3_5.config import Config
 from hal_models.qwen3_5.model import Attention, GatedDeltaNet, Qwen35
 
 if TYPE_CHECKING:
+    import torch
+
     from hal.binding import Group
 
 PREFIXES = ("model.language_model.", "language_model.model.", "model.")
@@ -23,6 +27,7 @@ SKIPPED = {
     "the vision tower": r"(model\.)?visual\.",
     "rotary frequencies, which are computed": r".*rotary_emb\.inv_freq$",
     "scales of an input that is not quantized here": r".*\.input_scale$",
+    "scales of keys and values in FP8, which are kept in the dtype": r".*\.([kv]_scale|[kv]_proj\.output_scale)$",
 }
 Progress = Callable[[int, int, str], None]
 
@@ -35,6 +40,7 @@ class Target:
     parts: tuple[str, ...]
     at: int | None = None  # an entry of the part's first axis (an expert)
     section: int | None = None  # a section of the part's shard axis
+    scale: bool = False  # may be written in other shapes, and is a number above or at zero
 
     def params(self) -> list[Param]:
         found = {p.name: p for op in self.group.members.values() for p in op.params()}
@@ -81,10 +87,12 @@ def load(model: Qwen35, folder: Path, progress: Progress | None = None) -> Loade
                     if names
                 )
             )  # fmt: skip
+        fixed: dict[tuple[str, str], tuple[str, float]] = {}
         for count, name in enumerate(used):
             if progress:
                 progress(count, len(used), name)
             _put(model, files, name, wanted[name])
+            _agree(fixed, name, wanted[name], folder)
         if progress:
             progress(len(used), len(used), "")
     model.runtime.seal()
@@ -120,7 +128,27 @@ def targets(model: Qwen35, files: Files, prefix: str) -> dict[str, Target]:
         # a second name of the head is a tensor that nothing takes
         name = next((name for name in HEADS if name in files), HEADS[0])
         found[name] = Target(group(model.head), ("weight",))
-    return found
+    return {name: target for weight, whole in found.items() for name, target in _tensors(model.cfg, weight, whole)}
+
+
+def _tensors(cfg: Config, weight: str, target: Target) -> Names:
+    """The tensors of a module: its weight, and where that is quantized its scales, as the dialect names them."""
+    scales = tuple(f"{part}_scale" for part in target.parts)
+    known = {p.name: p for op in target.group.members.values() for p in op.params()}
+    if cfg.quantization is None or scales[0] not in known:
+        yield weight, target
+        return
+    # experts in one tensor have no module of their own
+    dot = "." if weight.endswith(".weight") else "_"
+    module = weight.removesuffix(".weight")
+    names = cfg.quantization.names
+    yield (f"{module}.{names.weight}" if dot == "." else weight), target
+    yield (
+        f"{module}{dot}{names.scale if dot == '.' else names.scale.removeprefix('weight_')}",
+        replace(target, parts=scales, scale=True),
+    )
+    if (fixed := input_scale(known[target.parts[0]].memory)) in known:
+        yield f"{module}{dot}{names.input_scale}", Target(target.group, (fixed,), scale=True)
 
 
 Names = Iterator[tuple[str, Target]]
@@ -169,6 +197,18 @@ def _experts(mlp: Group, experts: int, fused: bool) -> Names:
         yield f"experts.{e}.down_proj.weight", Target(mlp, ("experts_down",), e)
 
 
+def _agree(fixed: dict[tuple[str, str], tuple[str, float]], name: str, target: Target, folder: Path) -> None:
+    """Raise CheckpointError where two tensors fix the scale of one input differently."""
+    part = target.parts[0]
+    if not part.startswith("input_scale"):
+        return
+    value = float(target.group.storages[part].read())  # type: ignore[arg-type]
+    other, before = fixed.setdefault((target.group.name, part), (name, value))
+    if value != before:
+        text = f"expected {before:g}, the scale of the same input as {other}, got {value:g}"
+        raise CheckpointError(f"{folder}: {name}: {text}")
+
+
 def _same(files: Files, name: str, other: str, folder: Path) -> None:
     import torch
 
@@ -184,22 +224,45 @@ def _put(model: Qwen35, files: Files, name: str, target: Target) -> None:
     flat = (shape[0], shape[2]) if len(shape) == 3 and shape[1] == 1 and len(params[0].shape) == 2 else shape
     whole = [_whole(p, target, world) for p in params]
     expected = (sum(s[0] for s in whole), *whole[0][1:])
-    if flat != expected:
+    scales = _scales(files, name, expected) if target.scale else None
+    if flat != expected and scales is None:
         raise CheckpointError(f"{files.folder}: {name}: expected {list(expected)}, got {list(shape)}")
     row = 0
     for param, size in zip(params, whole, strict=True):
         for cut, at in _slices(param, target, size, rank, world):
             lead = slice(row + (cut[0].start or 0), row + (size[0] if cut[0].stop is None else cut[0].stop))
             cut = (lead, *cut[1:])
-            if len(shape) == 3 and flat != shape:
-                cut = (lead, slice(None), *cut[1:])
-            tensor = files.read(name, *cut)
+            if scales is not None:
+                tensor = scales[cut]
+            elif flat != shape:
+                tensor = files.read(name, lead, slice(None), *cut[1:]).squeeze(1)
+            else:
+                tensor = files.read(name, *cut)
             try:
-                storage = target.group.storages[param.memory]
-                storage.put(param.name, tensor.reshape(tensor.shape[0], -1) if flat != shape else tensor, at)
+                target.group.storages[param.memory].put(param.name, tensor, at)
             except StorageError as error:
                 raise CheckpointError(f"{files.folder}: {name}: {error}") from None
         row += size[0]
+
+
+def _scales(files: Files, name: str, expected: tuple[int, ...]) -> torch.Tensor:
+    """Scales in the shape that the parts have; files write ``[n]``, ``[n, 1]``, or one for all as ``[1]`` or ``[]``."""
+    import torch
+
+    shape, found = files.shape(name), files.read(name)
+    if found.is_floating_point() and not bool((torch.isfinite(found.float()) & (found.float() >= 0)).all()):
+        raise CheckpointError(f"{files.folder}: {name}: expected numbers of 0 or more, got {_odd(found)}")
+    if found.numel() == 1:
+        return found.reshape((1,) * len(expected)).expand(expected)
+    if shape not in (expected, (*expected, 1)):
+        raise CheckpointError(f"{files.folder}: {name}: expected {list(expected)}, got {list(shape)}")
+    return found.reshape(expected)
+
+
+def _odd(scales: torch.Tensor) -> float:
+    """The first that is no number of 0 or more."""
+    numbers: list[float] = scales.float().flatten().tolist()
+    return next(value for value in numbers if not 0 <= value < float("inf"))
 
 
 def _whole(param: Param, target: Target, world: int) -> tuple[int, ...]:

@@ -1,0 +1,66 @@
+"""``hal quantize CHECKPOINT --scheme S --out DIR``: a quantized checkpoint from one that is not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+from hal.errors import CheckpointError
+from hal_models.commands.loading import Bar, checkpoint
+
+DIALECT = {"fp8_channel": "quark", "fp8_tensor": "modelopt"}
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    from hal_models.quantization import PLAIN
+
+    parser.add_argument("checkpoint", help="a folder, or tiny-dense, tiny-moe")
+    parser.add_argument("--scheme", required=True, metavar="S", help="such as fp8_channel; an unknown one names them")
+    parser.add_argument("--dialect", metavar="D", help="how it is written: compressed-tensors, modelopt or quark")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a folder that is not there yet")
+    parser.add_argument(
+        "--exclude", action="append", default=[], metavar="PATTERN", help="modules to leave as they are"
+    )
+    parser.add_argument(
+        "--also",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help=f"modules left out unless named: {', '.join(PLAIN)}",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the folder; nothing of it is there if anything fails."""
+    from hal_models.quantization import recipe
+    from hal_models.writing import quantize
+
+    rules = recipe(args.scheme, args.also, args.exclude)
+    dialect = args.dialect or DIALECT[args.scheme]
+    folder, out = checkpoint(args.checkpoint), args.out
+    if out.exists():
+        raise CheckpointError(f"{out}: is there already; --out is a folder that is not")
+    if not out.parent.is_dir():
+        raise CheckpointError(f"{out}: there is no folder {out.parent}")
+    partial = out.with_name(f"{out.name}.partial")
+    partial.mkdir()
+    try:
+        with Bar("quantizing") as bar:
+            counts = quantize(folder, partial, rules, dialect, bar)
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    before, after = (sum(p.stat().st_size for p in f.glob("*.safetensors")) for f in (folder, out))
+    if args.json:
+        row = {"schema": "hal.quantize/1", "checkpoint": args.checkpoint, "scheme": args.scheme, "dialect": dialect}
+        print(json.dumps({**row, **counts, "bytes_before": before, "bytes_after": after, "out": str(out)}))
+    else:
+        print(
+            f"{counts['quantized']} modules in {args.scheme}, {counts['plain']} left as they are, written as {dialect}"
+        )
+        print(f"{before} bytes of tensors before, {after} after: {out}")
+    return 0

@@ -1,0 +1,39 @@
+"""``modelopt``: one algorithm, or one for each layer. Source: hf_quant_config.json, and its copy in config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hal.errors import CheckpointError
+from hal.formats import SCHEMES, Scheme
+from hal_models.dialects.shared import EVERYTHING, Config, listed
+from hal_models.quantization import Quantization, Rule
+
+MODELOPT = {"FP8": "fp8_tensor", "FP8_PER_CHANNEL_PER_TOKEN": "fp8_channel"}
+
+
+def read(name: str, config: Config) -> Quantization:
+    inner = config.get("quantization") or config
+    excluded = tuple(map(Rule, listed(name, inner, "exclude_modules", "ignore")))
+    algorithm, kv = inner.get("quant_algo"), inner.get("kv_cache_quant_algo") or ""
+    if algorithm == "MIXED_PRECISION":
+        layers = inner.get("quantized_layers") or {}
+        found = (Rule(layer, _modelopt_scheme(f"{name}: {layer}", entry)) for layer, entry in layers.items())
+        return Quantization("modelopt", (*excluded, *found), kv)
+    return Quantization("modelopt", (*excluded, Rule(EVERYTHING, _modelopt_scheme(name, inner))), kv)
+
+
+def _modelopt_scheme(where: str, entry: Config) -> Scheme:
+    if (algorithm := entry.get("quant_algo")) not in MODELOPT:
+        expected = ", ".join(("MIXED_PRECISION", *MODELOPT))
+        raise CheckpointError(f"{where}: quant_algo: expected one of {expected}, got {algorithm!r}")
+    return SCHEMES[MODELOPT[algorithm]]
+
+
+def write(rules: Sequence[Rule], unquantized: list[str]) -> dict[str, Any]:
+    algorithms = {scheme: algorithm for algorithm, name in MODELOPT.items() if (scheme := SCHEMES[name])}
+    found = {rule.pattern: {"quant_algo": algorithms[rule.scheme]} for rule in rules if rule.scheme}
+    mixed = list(found) != [EVERYTHING]
+    whole: dict[str, Any] = {"quant_algo": "MIXED_PRECISION", "quantized_layers": found} if mixed else found[EVERYTHING]
+    return {"quant_method": "modelopt", **whole, "kv_cache_quant_algo": None, "exclude_modules": unquantized}

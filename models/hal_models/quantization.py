@@ -1,0 +1,95 @@
+"""Which scheme each module of a checkpoint has, and under which names its files hold the parts."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from hal.errors import UnknownName
+from hal.formats import SCHEMES, Scheme
+
+# files write one module under any of these; rules are compared without them
+PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
+STARTS = ("layers.", "mtp.")
+
+
+def bare(module: str) -> str:
+    """A module's name without what stands before the text model: ``layers.0.linear_attn.in_proj_z``, ``lm_head``."""
+    return next((module.removeprefix(p) for p in PREFIXES if module.startswith(p)), module)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Modules that a pattern names, and their scheme; nothing: they are not quantized.
+
+    ``re:`` begins a regular expression, matched from the start; ``*`` and ``?`` make a glob; other
+    text names whole components, so that ``mlp.gate`` is the router and not ``mlp.gate_proj``: from the
+    start where it begins there (``layers.0.mlp`` is not one of the draft head's), else anywhere.
+    """
+
+    pattern: str
+    scheme: Scheme | None = None
+
+    def names(self, module: str) -> bool:
+        """Whether the pattern names a bare module, under any prefix."""
+        if self._compiled is not None:
+            return any(self._compiled.match(prefix + module) for prefix in ("", *PREFIXES))
+        pattern = bare(self.pattern)
+        if pattern != self.pattern or pattern.startswith(STARTS):
+            return f"{module}.".startswith(f"{pattern}.")
+        return f".{pattern}." in f".{module}."
+
+    @cached_property
+    def _compiled(self) -> re.Pattern[str] | None:
+
+        if self.pattern.startswith("re:"):
+            return re.compile(self.pattern[3:])
+        return re.compile(fnmatch.translate(self.pattern)) if any(c in self.pattern for c in "*?[") else None
+
+
+# what no recipe quantizes unless it is named: ends, routers, b and a, the draft head, the vision tower
+PLAIN = ("lm_head", "mlp.gate", "shared_expert_gate", "in_proj_b", "in_proj_a", "mtp", "visual")
+
+
+def recipe(name: str, also: Sequence[str] = (), exclude: Sequence[str] = ()) -> tuple[Rule, ...]:
+    """The rules of a scheme's name for a whole model; ``also``: patterns of ``PLAIN`` to quantize all the same."""
+    if name not in SCHEMES:
+        raise UnknownName("scheme", name, SCHEMES)
+    scheme = SCHEMES[name]
+    for pattern in also:
+        if pattern not in PLAIN:
+            raise UnknownName("pattern that is left out", pattern, PLAIN)
+    plain = [*exclude, *(pattern for pattern in PLAIN if pattern not in also)]
+    return (*map(Rule, plain), Rule("*", scheme))
+
+
+@dataclass(frozen=True)
+class Names:
+    """Tensors of one quantized module, after its dot; ``divides``: the global scales divide."""
+
+    weight: str = "weight"
+    scale: str = "weight_scale"
+    input_scale: str = "input_scale"
+    within: str = ""
+    divides: bool = False
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The rules of a checkpoint, the first that names a module holds; what none names is not quantized.
+
+    ``kv_cache``: what the checkpoint would have keys and values stored in, empty where it says nothing.
+    """
+
+    dialect: str
+    rules: tuple[Rule, ...]
+    kv_cache: str = ""
+    names: Names = Names()
+
+    def scheme(self, module: str) -> Scheme | None:
+        """The scheme of a module, by any of its names."""
+        name = bare(module)
+        return next((rule.scheme for rule in self.rules if rule.names(name)), None)

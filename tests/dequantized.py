@@ -1,0 +1,128 @@
+"""A quantized checkpoint's model in float64: weights as their real values, inputs rounded as the scheme says.
+
+Reads the files itself and shares no code with loader or kernels but the references of the ops between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from hal_models.qwen3_5.config import Config, configure
+from safetensors.torch import load_file
+
+from hal import ops
+from hal.batch import make_batch
+from hal.ops.base import Problem
+from hal.ops.formulas import rms_norm, silu
+
+Tensor = torch.Tensor
+
+
+class Emulated:
+    """``logits(ids)`` of one sequence from its start, ``[tokens, vocab]`` in float64."""
+
+    def __init__(self, folder: Path) -> None:
+        self.cfg: Config = configure(str(folder))
+        self.known: dict[str, Tensor] = {}
+        self.files = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        x = self.real("embed_tokens")[torch.tensor(ids)]
+        batch = make_batch("prefill", [len(ids)], [0], [0], pages=[list(range(-(-len(ids) // 16)))], page_size=16)
+        for index, kind in enumerate(self.cfg.layers):
+            name = f"layers.{index}"
+            inner = self.normed(x, f"{name}.input_layernorm")
+            mixer = self.linear_attention if kind == "linear_attention" else self.attention
+            x = x + mixer(name, inner, batch)
+            x = x + self.feed_forward(f"{name}.mlp", self.normed(x, f"{name}.post_attention_layernorm"))
+        x = self.normed(x, "norm")
+        return self.product("lm_head", x) if "lm_head.weight" in self.files else x @ self.real("embed_tokens").T
+
+    def plain(self, name: str) -> Tensor:
+        return self.files[name if name in self.files else f"model.{name}"].double()
+
+    def real(self, module: str) -> Tensor:
+        """The weight's real values, by what the file holds beside it."""
+        if module not in self.known:
+            file = module if f"{module}.weight" in self.files else f"model.{module}"
+            weight, scale = self.files[f"{file}.weight"].double(), self.files.get(f"{file}.weight_scale")
+            # a scale of each row, whether the file writes [n], [n, 1] or one for all
+            self.known[module] = weight if scale is None else weight * scale.double().reshape(-1, 1)
+        return self.known[module]
+
+    def product(self, module: str, x: Tensor) -> Tensor:
+        return self.rounded(module, x) @ self.real(module).T
+
+    def rounded(self, module: str, x: Tensor) -> Tensor:
+        """What the input is after the checkpoint's rounding."""
+        scheme = self.cfg.scheme(module)
+        if scheme is None or scheme.activations is None:
+            return x
+        if scheme.activations.scale.static:
+            file = module if f"{module}.weight" in self.files else f"model.{module}"
+            return fp8(x, self.files[f"{file}.input_scale"].double())
+        return torch.stack([fp8(row, (row.abs().max() / 448).float().double()) for row in x])
+
+    def normed(self, x: Tensor, name: str) -> Tensor:
+        return rms_norm(x, self.plain(f"{name}.weight"), self.cfg.eps, 1.0)
+
+    def linear_attention(self, name: str, x: Tensor, batch: Any) -> Tensor:
+        cfg, name = self.cfg, f"{name}.linear_attn"
+        sizes = ("key_heads", "value_heads", "key_head_dim", "value_head_dim", "conv_width", "eps")
+        core = ops.GatedDeltaPrefill(**{size: getattr(cfg, size) for size in sizes})
+        args = {part: self.product(f"{name}.in_proj_{part}", x) for part in ("qkv", "z", "b", "a")}
+        convs = self.plain(f"{name}.conv1d.weight").squeeze(1).split(core.widths)
+        params = dict(zip(("conv_q", "conv_k", "conv_v"), convs, strict=True))
+        params |= {part: self.plain(f"{name}.{part}") for part in ("A_log", "dt_bias")}
+        params["norm"] = self.plain(f"{name}.norm.weight")
+        states = {s.name: torch.zeros(1, *s.shape, dtype=torch.float64) for s in core.states()}
+        (value,), _ = core.reference(Problem(args, params, states, batch))
+        return self.product(f"{name}.out_proj", value)
+
+    def attention(self, name: str, x: Tensor, batch: Any) -> Tensor:
+        cfg, name = self.cfg, f"{name}.self_attn"
+        pages: dict[str, Any] = {"heads": cfg.heads, "kv_heads": cfg.kv_heads, "head_dim": cfg.head_dim}
+        rope = ops.QKNormRope(**pages, rotary_dim=cfg.rotary_dim, theta=cfg.theta, sections=cfg.sections, eps=cfg.eps)
+        params = {part: self.plain(f"{name}.{part}.weight") for part in ("q_norm", "k_norm")}
+        qkv = torch.cat([self.product(f"{name}.{part}_proj", x) for part in "qkv"], -1)
+        state = {"kv": torch.zeros(-(-len(x) // 16), *rope.states()[0].shape, dtype=torch.float64)}
+        (q, gate), state = rope.reference(Problem({"qkv": qkv}, params, state, batch))
+        (value,), _ = ops.AttentionPrefill(**pages).reference(Problem({"q": q, "gate": gate}, {}, state, batch))
+        return self.product(f"{name}.o_proj", value)
+
+    def feed_forward(self, name: str, x: Tensor) -> Tensor:
+        if not self.cfg.experts:
+            return self.gated(name, x)
+        out = self.gated(f"{name}.shared_expert", x) * (x @ self.real(f"{name}.shared_expert_gate").T).sigmoid()
+        chances = (x @ self.real(f"{name}.gate").T).softmax(-1)
+        for row in range(len(x)):
+            weights, chosen = chances[row].topk(self.cfg.top_k)
+            for weight, expert in zip(weights / weights.sum(), chosen.tolist(), strict=True):
+                out[row] += weight * self.expert(f"{name}.experts", expert, x[row : row + 1])[0]
+        return out
+
+    def expert(self, name: str, expert: int, x: Tensor) -> Tensor:
+        if f"model.{name}.gate_up_proj" not in self.files:
+            return self.gated(f"{name}.{expert}", x)
+        wide, narrow = (self.plain(f"{name}.{part}")[expert] for part in ("gate_up_proj", "down_proj"))
+        gate, up = (x @ wide.T).chunk(2, -1)
+        return (silu(gate) * up) @ narrow.T
+
+    def gated(self, name: str, x: Tensor) -> Tensor:
+        inner = silu(self.product(f"{name}.gate_proj", x)) * self.product(f"{name}.up_proj", x)
+        return self.product(f"{name}.down_proj", inner)
+
+
+def fp8(x: Tensor, scale: Tensor) -> Tensor:
+    """The nearest e4m3 to each ``x / scale``, times the scale; found among all codes, ties to the even one."""
+    codes = torch.arange(127, dtype=torch.uint8)
+    known = codes.view(torch.float8_e4m3fn).double()
+    wanted = (x / scale).abs().clamp(max=448.0)
+    above = torch.searchsorted(known, wanted).clamp(max=126)
+    below = (above - 1).clamp(min=0)
+    left, right = wanted - known[below], known[above] - wanted
+    low = (left < right) | ((left == right) & (below % 2 == 0))
+    return torch.where(low, known[below], known[above]) * x.sign() * scale

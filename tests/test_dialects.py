@@ -1,0 +1,153 @@
+"""Which scheme a module has, as each producer writes it down: lists, patterns, prefixes; and what is not understood."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import config, save
+from hal_models.dialects import WRITERS, read, written
+from hal_models.quantization import PLAIN, Quantization, Rule, bare, recipe
+from hal_models.qwen3_5.config import configure
+
+from hal.errors import CheckpointError, UnknownName
+from hal.formats import SCHEMES
+
+CHANNEL, TENSOR = SCHEMES["fp8_channel"], SCHEMES["fp8_tensor"]
+MODULES = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+
+
+def compressed(**changed: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False, "symmetric": True}
+    inputs = {**weights, "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    whole = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    return {**whole, **changed}
+
+
+def quark(weight: Any = None, inputs: Any = None, **changed: Any) -> dict[str, Any]:
+    form = {"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 0, "is_dynamic": False}
+    entry = {"weight": weight or form, "input_tensors": inputs or {**form, "ch_axis": 1, "is_dynamic": True}}
+    return {"quant_method": "quark", "global_quant_config": entry, "layer_quant_config": {}, "exclude": [], **changed}
+
+
+def mixed(**layers: str) -> dict[str, Any]:
+    named = {f"model.language_model.layers.{n.replace('_', '.', 1)}": {"quant_algo": a} for n, a in layers.items()}
+    return {
+        "quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": named, "exclude_modules": ["lm_head"]}
+    }
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model.", "language_model.", "model.", ""])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "{}layers.0.linear_attn.in_proj_a", "re:{}layers.*in_proj_a$", "{}layers.0.linear_attn.in_proj_a*",
+        "re:.*in_proj_a", "*in_proj_a", "in_proj_a",
+    ],
+)  # fmt: skip
+def test_a_list_may_name_modules_under_any_prefix(pattern: str, prefix: str) -> None:
+    found = read("here", quark(exclude=[pattern.format(prefix)]))
+    for name in ("model.language_model.layers.0.linear_attn.", "layers.0.linear_attn."):
+        assert found.scheme(f"{name}in_proj_a") is None
+        assert found.scheme(f"{name}in_proj_qkv") == CHANNEL
+
+
+def test_text_names_whole_components() -> None:
+    found = Quantization("", (Rule("mlp.gate"), Rule("visual"), Rule("*", CHANNEL)))
+    assert found.scheme("layers.3.mlp.gate") is None
+    assert found.scheme("model.visual.blocks.0.attn.qkv") is None
+    assert found.scheme("layers.3.mlp.gate_proj") == CHANNEL
+    assert bare("model.language_model.layers.0.mlp") == bare("layers.0.mlp")
+
+
+@pytest.mark.parametrize("method", ["compressed-tensors", "quark"])
+def test_what_is_not_listed_is_not_quantized(method: str) -> None:
+    only = {
+        "compressed-tensors": compressed(),
+        "quark": quark(global_quant_config={}, layer_quant_config={"*out_proj": quark()["global_quant_config"]}),
+    }[method]
+    if method == "compressed-tensors":
+        only["config_groups"]["group_0"]["targets"] = ["re:.*out_proj$"]
+    found = read("here", only)
+    assert [found.scheme(f"layers.0.linear_attn.{m}") for m in MODULES] == [None] * 4 + [CHANNEL]
+
+
+def test_each_layer_of_a_mix_has_its_own() -> None:
+    found = read("here", mixed(**{"0_mlp.up_proj": "FP8", "1_mlp.up_proj": "FP8_PER_CHANNEL_PER_TOKEN"}))
+    assert [found.scheme(f"model.layers.{i}.mlp.up_proj") for i in (0, 1, 2)] == [TENSOR, CHANNEL, None]
+    assert found.scheme("mtp.layers.0.mlp.up_proj") is None
+
+
+def test_a_named_target_stands_before_its_class() -> None:
+    groups = compressed()["config_groups"]
+    weights = {**groups["group_0"]["weights"], "strategy": "tensor"}
+    inputs = {**weights, "dynamic": False}
+    groups["group_1"] = {"targets": ["re:.*down_proj"], "weights": weights, "input_activations": inputs}
+    found = read("here", compressed(config_groups=groups))
+    assert (found.scheme("layers.0.mlp.down_proj"), found.scheme("layers.0.mlp.up_proj")) == (TENSOR, CHANNEL)
+    assert found.scheme("lm_head") is None
+
+
+def test_weights_alone() -> None:
+    groups = compressed()["config_groups"]
+    groups["group_0"]["input_activations"] = None
+    found = read("here", compressed(config_groups=groups)).scheme("layers.0.mlp.up_proj")
+    assert found is not None
+    assert (found.weight, found.activations) == (CHANNEL.weight, None)
+
+
+@pytest.mark.parametrize("dialect", WRITERS)
+@pytest.mark.parametrize("name", ["fp8_channel", "fp8_tensor"])
+def test_what_is_written_is_read_again(name: str, dialect: str) -> None:
+    rules = recipe(name, also=["lm_head"], exclude=["layers.1.mlp"])
+    modules = ["lm_head", *(f"model.layers.{i}.{m}" for i in (0, 1) for m in ("linear_attn.in_proj_a", "mlp.up_proj"))]
+    plain = [m for m in modules if Quantization("", rules).scheme(m) is None]
+    found = read("here", json.loads(json.dumps(written(dialect, rules, plain))))
+    assert {m: found.scheme(m) for m in modules} == {m: Quantization("", rules).scheme(m) for m in modules}
+    assert len(plain) == 3
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"quant_method": "gptq"}, ("quant_method", "'gptq'", "quark")),
+        ({}, ("quant_method", "None")),
+        (compressed(ignore="lm_head"), ("ignore", "'lm_head'")),
+        (compressed(ignore=["re:(("]), ("'re:(('", "no regular expression")),
+        (compressed(config_groups={}), ("config_groups",)),
+        (compressed(config_groups={"g": {"weights": {"type": "int", "num_bits": 4}}}), ("'int'", "4")),
+        (quark(weight={"dtype": "int4", "qscheme": "per_group"}), ("global_quant_config.weight", "int4")),
+        (quark(inputs={"dtype": "fp8_e4m3", "qscheme": "per_group"}), ("input_tensors", "per_group")),
+        (quark(layer_type_quant_config={"Linear": {}}), ("layer_type_quant_config",)),
+        (mixed(**{"0_mlp.up_proj": "W4A8_AWQ"}), ("W4A8_AWQ", "FP8")),
+        ({"quant_method": "fp8", "activation_scheme": "sometimes"}, ("activation_scheme", "sometimes")),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, ("fmt", "e5m2")),
+    ],
+)  # fmt: skip
+def test_what_is_not_understood_is_an_error(config: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(CheckpointError) as error:
+        read("here", config)
+    for word in ("here", *words):
+        assert word in str(error.value)
+
+
+def test_recipes_leave_out_what_nobody_quantizes() -> None:
+    found = Quantization("", recipe("fp8_channel"))
+    for module in ("lm_head", "layers.0.mlp.gate", "layers.0.mlp.shared_expert_gate", "mtp.fc", "visual.merger.fc"):
+        assert found.scheme(module) is None
+    assert Quantization("", recipe("fp8_channel", also=PLAIN)).scheme("layers.0.linear_attn.in_proj_b") == CHANNEL
+    with pytest.raises(UnknownName, match="did you mean 'in_proj_b'"):
+        recipe("fp8_channel", also=["in_proj_bb"])
+
+
+def test_modelopt_writes_beside_the_configuration(tmp_path: Path) -> None:
+    save(tmp_path, config(), {})
+    beside = mixed(**{"0_linear_attn.out_proj": "FP8"})
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    assert configure(str(tmp_path)).scheme("layers.0.linear_attn.out_proj") == TENSOR
+    (tmp_path / "hf_quant_config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="expected an object"):
+        configure(str(tmp_path))

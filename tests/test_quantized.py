@@ -1,0 +1,237 @@
+"""Quantized checkpoints from file to logits: what is written loads strictly, and computes what the scheme says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import Pretend, Tensors, config, parts, save, tensors
+from dequantized import Emulated
+from facts import runtime
+from hal_models.commands.loading import SHIPPED
+from hal_models.engine import score
+from hal_models.qwen3_5.config import configure
+from hal_models.qwen3_5.model import Qwen35
+from hal_models.qwen3_5.weights import load
+from hal_models.tasks import lines
+from safetensors.torch import load_file, save_file
+
+from hal.cli import main
+from hal.errors import CheckpointError
+
+WAYS = {"fp8_channel": ("quark", "compressed-tensors", "modelopt")}
+LINES = [prompt.encode()[:3] for _, prompt, _ in lines(7, 12)]  # an input near a boundary is rare in three tokens
+
+
+def quantized(source: str | Path, out: Path, scheme: str, dialect: str, *more: str) -> Path:
+    assert main(["quantize", str(source), "--scheme", scheme, "--dialect", dialect, "--out", str(out), *more]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+    """Each shipped checkpoint in each scheme, in its first dialect."""
+    folder = tmp_path_factory.mktemp("quantized")
+    return {
+        (name, scheme): quantized(f"tiny-{name}", folder / f"{name}-{scheme}", scheme, dialects[0])
+        for name in ("dense", "moe")
+        for scheme, dialects in WAYS.items()
+    }
+
+
+def built(folder: Path, dtype: str | None = None, rank: int = 0, world: int = 1, **policy: Any) -> Qwen35:
+    comm = Pretend(rank, world) if world > 1 else None
+    model = Qwen35(configure(str(folder)).typed(dtype), runtime("cpu", comm=comm, **policy))
+    load(model, folder)
+    return model
+
+
+def changed(folder: Path, out: Path, **edits: Any) -> Path:
+    """A copy of a checkpoint with tensors replaced, added, or with None left out."""
+    shutil.copytree(folder, out)
+    held = load_file(out / "model.safetensors") | edits
+    save_file({n: t.contiguous() for n, t in held.items() if t is not None}, out / "model.safetensors")
+    return out
+
+
+def agrees(folder: Path) -> None:
+    """Each line's logits are the emulated ones, but where an input fell on the other side of a rounding boundary."""
+    emulated = Emulated(folder)
+    got = score(built(folder, "float32"), [list(line) for line in LINES])
+    off = [
+        float((logits.double() - emulated.logits(list(line))).abs().max())
+        for logits, line in zip(got, LINES, strict=True)
+    ]
+    assert max(off) < 1.0
+    assert sum(error > 1e-4 for error in off) <= len(LINES) // 2, off
+
+
+def refused(folder: Path, *words: str) -> None:
+    with pytest.raises(CheckpointError) as error:
+        built(folder)
+    for word in words:
+        assert word in str(error.value), str(error.value)
+
+
+@pytest.mark.parametrize("scheme", WAYS)
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_logits_are_those_of_the_real_weights_with_inputs_rounded(name: str, scheme: str, written: Any) -> None:
+    agrees(written[name, scheme])
+    (plain,), (real,) = ([Emulated(f).logits(list(LINES[0]))] for f in (SHIPPED / name, written[name, scheme]))
+    assert float((plain - real).abs().max()) > 0.01
+
+
+@pytest.mark.parametrize("scheme", WAYS)
+@pytest.mark.parametrize(("name", "least"), [("dense", 0.99), ("moe", 0.95)])
+def test_answers_stay_right(name: str, least: float, scheme: str, written: Any) -> None:
+    argv = ["accuracy", str(written[name, scheme]), "--lines", "40", "--least", str(least)]
+    assert main(argv) == 0
+
+
+@pytest.mark.parametrize(("scheme", "dialect"), [(s, d) for s, dialects in WAYS.items() for d in dialects[1:]])
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_every_dialect_gives_the_same_model(name: str, scheme: str, dialect: str, written: Any, tmp_path: Path) -> None:
+    other = quantized(f"tiny-{name}", tmp_path / "other", scheme, dialect)
+    got, want = parts(built(other)), parts(built(written[name, scheme]))
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[part].view(torch.uint8), want[part].view(torch.uint8)) for part in want)
+
+
+def test_the_report_names_the_groups(written: Any) -> None:
+    report = built(written["dense", "fp8_channel"]).runtime.report()
+    assert "q,k,v,z fp8_channel; b,a as dtype" in report
+    assert "nothing fell back" in report
+
+
+def test_all_six_in_one_group(tmp_path: Path) -> None:
+    also = ("--also", "in_proj_b", "--also", "in_proj_a")
+    folder = quantized("tiny-dense", tmp_path / "all", "fp8_channel", "quark", *also)
+    assert "q,k,v,z,b,a fp8_channel" in built(folder).runtime.report()
+    agrees(folder)
+
+
+def test_each_tensor_is_needed_and_no_other_is_taken(written: Any, tmp_path: Path) -> None:
+    folder = written["dense", "fp8_channel"]
+    names = ["layers.0.linear_attn.in_proj_qkv", "layers.3.self_attn.k_proj", "layers.1.mlp.down_proj"]
+    for index, name in enumerate(names):
+        scale = f"model.{name}.weight_scale"
+        refused(changed(folder, tmp_path / f"{index}", **{scale: None}), f"tensors missing: {scale}")
+    stray = "model.layers.0.linear_attn.in_proj_a.weight_scale"
+    refused(changed(folder, tmp_path / "stray", **{stray: torch.ones(4, 1)}), f"nothing takes: {stray}")
+    both = "model.layers.0.mlp.up_proj.weight_scale_inv"
+    refused(changed(folder, tmp_path / "both", **{both: torch.ones(4, 2)}), f"nothing takes: {both}")
+
+
+def test_a_dtype_that_the_scheme_does_not_expect(written: Any, tmp_path: Path) -> None:
+    folder = written["dense", "fp8_channel"]
+    wide, narrow = "model.layers.0.mlp.up_proj.weight", "model.layers.0.linear_attn.in_proj_a.weight"
+    held = load_file(folder / "model.safetensors")
+    refused(
+        changed(folder, tmp_path / "wide", **{wide: held[wide].bfloat16()}),
+        wide, "expected torch.float8_e4m3fn, got torch.bfloat16",
+    )  # fmt: skip
+    refused(
+        changed(folder, tmp_path / "narrow", **{narrow: held[narrow].to(torch.float8_e4m3fn)}),
+        narrow, "expected torch.bfloat16, got torch.float8_e4m3fn",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "shown"), [(float("nan"), "nan"), (float("inf"), "inf"), (-1.0, "-1.0")])
+def test_a_scale_that_is_none(value: float, shown: str, written: Any, tmp_path: Path) -> None:
+    folder = written["dense", "fp8_channel"]
+    name = "model.layers.0.mlp.up_proj.weight_scale"
+    scale = load_file(folder / "model.safetensors")[name]
+    scale[3] = value
+    refused(changed(folder, tmp_path / "odd", **{name: scale}), name, f"expected numbers of 0 or more, got {shown}")
+
+
+def test_scales_of_keys_and_values_are_reported(written: Any, tmp_path: Path) -> None:
+    name = "model.layers.3.self_attn.k_scale"
+    folder = changed(written["dense", "fp8_channel"], tmp_path / "kv", **{name: torch.ones(1)})
+    model = Qwen35(configure(str(folder)), runtime())
+    skipped = load(model, folder).skipped
+    assert [names for why, names in skipped.items() if "keys and values" in why] == [[name]]
+
+
+def square(tmp_path: Path, scale: torch.Tensor) -> Tensors:
+    """Parts of a checkpoint whose out_proj is [12, 48] with this scale, loaded by one rank of two."""
+    cfg = config(dtype="bfloat16", quantization_config=PTPC)
+    named = {name: tensor.bfloat16() for name, tensor in tensors(cfg).items()}
+    weight = "model.layers.0.linear_attn.in_proj_z.weight"
+    named[weight] = torch.ones(48, 12).to(torch.float8_e4m3fn)
+    named[f"{weight}_scale"] = scale
+    return parts(built(save(tmp_path / "square", cfg, named), rank=1, world=2))
+
+
+def _quark(**where: Any) -> dict[str, Any]:
+    form = {"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 0, "is_dynamic": False}
+    entry = {"weight": form, "input_tensors": {**form, "ch_axis": 1, "is_dynamic": True}}
+    none = {"weight": None, "input_tensors": None}
+    return {"quant_method": "quark", "global_quant_config": none, "layer_quant_config": {"*in_proj_z": entry}, **where}
+
+
+PTPC = _quark()
+
+
+@pytest.mark.parametrize("shape", [(48,), (48, 1), (1,), ()], ids=str)
+def test_a_row_is_scaled_by_its_own_scale_in_every_shape(shape: tuple[int, ...], tmp_path: Path) -> None:
+    scale = torch.arange(1.0, 49.0) if 48 in shape else torch.tensor([7.0])
+    got = square(tmp_path, scale.reshape(shape))["layers.0.linear_attn.in_proj.z_scale"]
+    assert torch.equal(got, scale.expand(48)[24:])
+
+
+@pytest.mark.parametrize("shape", [(47,), (1, 48), (12, 4)], ids=str)
+def test_scales_of_another_shape_are_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"in_proj_z\.weight_scale: expected \[48\], got"):
+        square(tmp_path, torch.ones(shape))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_each_rank_holds_its_rows_and_their_scales(world: int, tmp_path: Path) -> None:
+    cfg = config(dtype="bfloat16")
+    plain = save(tmp_path / "plain", cfg, {n: (t % 251).bfloat16() for n, t in tensors(cfg).items()})
+    folder = quantized(plain, tmp_path / "fp8", "fp8_channel", "quark")
+    whole = parts(built(folder))
+    ranks = [parts(built(folder, rank=rank, world=world)) for rank in range(world)]
+    for part in ("in_proj.q", "in_proj.z", "in_proj.q_scale", "in_proj.v_scale"):
+        name = f"layers.0.linear_attn.{part}"
+        assert torch.equal(torch.cat([each[name].float() for each in ranks]), whole[name].float())
+    # rows of an output that ranks add up are whole on each
+    for rank in ranks:
+        name = "layers.0.linear_attn.out_proj.weight_scale"
+        assert torch.equal(rank[name], whole[name])
+    # more ranks than KV heads: each holds the head of its queries, and that head's scales
+    for index, rank in enumerate(ranks):
+        name = "layers.1.self_attn.qkv_proj.k_scale"
+        kept, first = 16 // min(world, 2), index * 2 // world if world > 2 else index
+        assert torch.equal(rank[name], whole[name][first * kept : (first + 1) * kept])
+
+
+def test_what_cannot_be_quantized_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str], written: Any) -> None:
+    def says(*argv: str) -> str:
+        assert main(["quantize", *argv]) == 1
+        return capsys.readouterr().err
+
+    there, new = str(tmp_path), str(tmp_path / "new")
+    assert "is there already" in says("tiny-dense", "--scheme", "fp8_channel", "--out", there)
+    assert "did you mean 'fp8_channel'" in says("tiny-dense", "--scheme", "fp8_chanel", "--out", new)
+    assert "unknown dialect 'quack'" in says(
+        "tiny-dense", "--scheme", "fp8_channel", "--dialect", "quack", "--out", new
+    )
+    again = str(written["dense", "fp8_channel"])
+    assert "is quantized already" in says(again, "--scheme", "fp8_channel", "--out", new)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_large_checkpoint_is_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: Any) -> None:
+    monkeypatch.setattr("hal_models.writing.FILE_BYTES", 1_000_000)
+    folder = quantized("tiny-dense", tmp_path / "split", "fp8_channel", "quark")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    total = json.loads((folder / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
+    assert total == sum(t.nbytes for path in folder.glob("*.safetensors") for t in load_file(path).values())
+    got, want = parts(built(folder)), parts(built(written["dense", "fp8_channel"]))
+    assert all(torch.equal(got[part].float(), want[part].float()) for part in want)
