@@ -18,7 +18,7 @@ from hal.device import Device
 from hal.errors import HalError, PolicyError, UnresolvedError
 from hal.formats import Format, Made, Quantized
 from hal.judged import AnyOp, Judged, Key, candidate, cover, runs
-from hal.kernel import ALL_ROWS, TIERS, Kernel
+from hal.kernel import ALL_ROWS, TIERS, Kernel, Part
 from hal.layout import Layout, default_layout
 from hal.policy import Rules
 from hal.registry import Registry
@@ -163,8 +163,9 @@ class Resolver:
                 continue
             for name, layouts in kernel.reads(op, self.device).items():
                 found.setdefault(name, []).extend(layouts)
-            inner = replace(ask, inside=ask.inside | {(op.title(), kernel.name)})
-            for part in kernel.parts(op).values():
+            parts = kernel.parts(op)
+            for key, part in parts.items():
+                inner = replace(ask, fed=key in _fed(parts), inside=ask.inside | {(op.title(), kernel.name)})
                 for name, layouts_ in self._wanted(part.op, inner).items():
                     found.setdefault(part.outer(name), []).extend(layouts_)
         return found
@@ -274,7 +275,7 @@ class Resolver:
     def _parts(self, kernel: Kernel[Any], op: AnyOp, layouts: dict[str, Layout], ask: _Ask) -> dict[str, Choice]:
         """Choices of the parts, consumers before the producers that feed them."""
         parts = dict(kernel.parts(op))
-        fed = {into for part in parts.values() for into in part.feeds if isinstance(into, str)}
+        fed = _fed(parts)
         done: dict[str, Choice] = {}
         for name, part in reversed(parts.items()):
             inner = part.op
@@ -386,6 +387,11 @@ def _edge(side: str, able: Sequence[Made], form: Made | None) -> Reason:
 
 def _made(form: Made | None) -> str:
     return " and ".join(map(str, form)) if isinstance(form, tuple) else str(form)
+
+
+def _fed(parts: Mapping[str, Part]) -> set[str]:
+    """Names of the parts that others feed."""
+    return {into for part in parts.values() for into in part.feeds if isinstance(into, str)}
 
 
 def agreed(forms: Sequence[Format]) -> Made:

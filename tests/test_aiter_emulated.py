@@ -21,7 +21,8 @@ from hal_models.commands.loading import SHIPPED
 import hal
 from hal.conformance import verify_kernel
 from hal.errors import BindError, PolicyError
-from hal.ops import OPS, AddRMSNorm, AttentionDecode, MoE, RMSNorm, SiluMul
+from hal.formats import SCHEMES
+from hal.ops import OPS, AddRMSNorm, AttentionDecode, Gemm, Linear, MoE, RMSNorm, SiluMul
 
 HERE = Path(__file__).parent
 
@@ -56,6 +57,9 @@ def test_a_kernel_keeps_its_contract_around_the_double(op: str, name: str, calls
 SIZED = {
     ("AttentionDecode", "rocm.attention_decode"): AttentionDecode(heads=4, kv_heads=2, head_dim=64, page_size=4),
     ("MoE", "rocm.moe"): MoE(hidden=64, intermediate=32, experts=6, top_k=2, shared_intermediate=48),
+    ("Linear", "rocm.packed_a8w8"): Linear(columns=512, rows=64),
+    ("Gemm", "rocm.packed_a8w8"): Gemm(columns=512, rows=64),
+    ("Gemm", "rocm.plain_a8w8"): Gemm(columns=208, rows=37),
 }
 
 
@@ -67,13 +71,18 @@ def test_a_kernel_that_needs_larger_sizes_than_the_cases(
     changes = {
         "MoE": {"hidden": 64, "intermediate": 32, "dtype": "bfloat16"},
         "AttentionDecode": {"head_dim": 64},
+        "Linear": {"columns": 512},
+        "Gemm": {"columns": 512 if "packed" in name else 208},
     }[op]
     cases = [replace(case, op=replace(case.op, **changes)) for case in kind.cases()]
     monkeypatch.setattr(kind, "cases", classmethod(lambda cls: cases))
-    found = list(verify_kernel(runtime(), kind, name))
+    found = list(verify_kernel(runtime("mi355x"), kind, name))
     assert not [v for v in found if v.status == "failed"]
     refused = {v.case for v in found if v.status == "refused"}
-    assert refused <= {"to fp8"}
+    if "a8w8" in name:
+        assert {case.name for case in cases} - refused == {"fp8_channel both", "fp8_channel both, no rows"}
+    else:
+        assert refused <= {"to fp8", *SCHEMES}
     assert calls
 
 

@@ -41,7 +41,7 @@ class Quantize(Op[["torch.Tensor"], "Encoded"]):
         return [
             case
             for name, form in EDGES.items()
-            for op in (cls(columns=200, out=form),)
+            for op in (cls(columns=208, out=form),)
             for case in (
                 Case(name, op, (5,)),
                 Case(f"{name}, no rows", op, (0,)),

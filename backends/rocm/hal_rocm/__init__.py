@@ -4,7 +4,7 @@ from hal.backend import Backend
 
 backend = Backend(
     "rocm",
-    declarations=("hal_rocm.linear", "hal_rocm.norms", "hal_rocm.small", "hal_rocm.attention", "hal_rocm.moe"),
+    declarations=tuple(f"hal_rocm.{name}" for name in ("linear", "a8w8", "norms", "small", "attention", "moe")),
     probe="hal_rocm.probe:probe",
     capture="hal_triton.graphs:capture",
     place="cuda:0",
