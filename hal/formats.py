@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any, Literal, NamedTuple
 
 from hal.errors import UnknownName
@@ -76,6 +77,11 @@ class Scale:
         whole = f" within one {self.within}" if self.within else ""
         return f"{'static' if self.static else 'dynamic'} {self.dtype} per {self.per}{size}{whole}"
 
+    @property
+    def stored(self) -> str:
+        """The dtype of the memory that holds scales; powers of two are bytes."""
+        return "uint8" if self.dtype == "float8_e8m0fnu" else self.dtype
+
     def shape(self, rows: int, columns: int) -> tuple[int, ...]:
         """Scales of a matrix: ``[1]``, ``[rows]`` of a weight, ``[rows, 1]`` of x, or one for each block."""
         if self.block:
@@ -138,10 +144,21 @@ class Scheme:
     activations: Quantized | None = None
 
     def __str__(self) -> str:
-        name = next((name for name, known in SCHEMES.items() if known.weight == self.weight), str(self.weight))
-        if name in SCHEMES and self.activations == SCHEMES[name].activations:
-            return name
-        return f"{name} (activations {self.activations or 'as they are'})"
+        name = next((name for name, known in SCHEMES.items() if self._alike(known)), "")
+        if not name:
+            return f"{self.weight} (activations {self.activations or 'as they are'})"
+        block, whole = self.weight.scale.block, SCHEMES[name].weight.scale.block
+        # blocks of a share may be smaller than the file's
+        text = name if block is None or block == whole else f"{name} in {block[0]}x{block[1]}"
+        as_known = self.activations == SCHEMES[name].activations
+        return text if as_known else f"{text} (activations {self.activations or 'as they are'})"
+
+    def _alike(self, known: Scheme) -> bool:
+        """Whether weights are quantized as in a known scheme, whatever the size of their blocks."""
+        mine, theirs = self.weight.scale, known.weight.scale
+        if mine.block and theirs.block:
+            theirs = replace(theirs, block=mine.block)
+        return self.weight == replace(known.weight, scale=theirs)
 
     def by_rows(self) -> Scheme:
         """The same with a scale for each row of the weight where there was one: rows of several parts then pack."""
@@ -149,17 +166,35 @@ class Scheme:
             return self
         return replace(self, weight=replace(self.weight, scale=replace(self.weight.scale, per="channel")))
 
+    def within(self, *rows: int, columns: int) -> Scheme:
+        """The same with blocks that divide these rows and columns: no part and no rank holds a piece of one."""
+        scale = self.weight.scale
+        if scale.block is None:
+            return self
+        block = (gcd(scale.block[0], *rows), gcd(scale.block[1], columns))
+        return replace(self, weight=replace(self.weight, scale=replace(scale, block=block)))
+
 
 FP8 = "float8_e4m3fn"
 STATIC_FP8 = Quantized(FP8, Scale("tensor", static=True))
 TOKEN_FP8 = Quantized(FP8, Scale("token"))
+BLOCK_FP8 = Quantized(FP8, Scale("block", block=(1, 128)))
+MXFP4 = Quantized("float4_e2m1", Scale("block", block=(1, 32), dtype="float8_e8m0fnu"))
 
 SCHEMES: dict[str, Scheme] = {
     "fp8_channel": Scheme(Quantized(FP8, Scale("channel", static=True)), TOKEN_FP8),
     "fp8_tensor": Scheme(Quantized(FP8, Scale("tensor", static=True)), STATIC_FP8),
+    "fp8_block": Scheme(Quantized(FP8, Scale("block", static=True, block=(128, 128))), BLOCK_FP8),
+    "mxfp4": Scheme(replace(MXFP4, scale=replace(MXFP4.scale, static=True)), MXFP4),
 }
 
-EDGES: dict[str, Quantized] = {"fp8": STATIC_FP8, "fp8 per token": TOKEN_FP8}  # what a producer may be asked for
+# what a producer may be asked for
+EDGES: dict[str, Quantized] = {
+    "fp8": STATIC_FP8,
+    "fp8 per token": TOKEN_FP8,
+    "fp8 per 1x128": BLOCK_FP8,
+    "mxfp4": MXFP4,
+}
 
 
 def scheme(name: str) -> Scheme:

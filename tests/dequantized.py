@@ -5,6 +5,7 @@ Reads the files itself and shares no code with loader or kernels but the referen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,17 @@ class Emulated:
         """The weight's real values, by what the file holds beside it."""
         if module not in self.known:
             file = module if f"{module}.weight" in self.files else f"model.{module}"
-            weight, scale = self.files[f"{file}.weight"].double(), self.files.get(f"{file}.weight_scale")
-            # a scale of each row, whether the file writes [n], [n, 1] or one for all
-            self.known[module] = weight if scale is None else weight * scale.double().reshape(-1, 1)
+            weight = self.files[f"{file}.weight"]
+            scale, block = (self.files.get(f"{file}.weight_scale{end}") for end in ("", "_inv"))
+            if weight.dtype == torch.uint8:  # two e2m1 in a byte, a power of two for 32 of them
+                assert scale is not None
+                wide = torch.stack([e2m1(weight & 15), e2m1(weight >> 4)], -1).flatten(1)
+                self.known[module] = wide * powers(scale).repeat_interleave(32, 1)
+            elif block is not None:
+                wide = block.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+                self.known[module] = weight.double() * wide[: weight.shape[0], : weight.shape[1]]
+            else:  # a scale of each row, whether the file writes [n], [n, 1] or one for all
+                self.known[module] = weight.double() * (1 if scale is None else scale.double().reshape(-1, 1))
         return self.known[module]
 
     def product(self, module: str, x: Tensor) -> Tensor:
@@ -64,7 +73,11 @@ class Emulated:
         if scheme.activations.scale.static:
             file = module if f"{module}.weight" in self.files else f"model.{module}"
             return fp8(x, self.files[f"{file}.input_scale"].double())
-        return torch.stack([fp8(row, (row.abs().max() / 448).float().double()) for row in x])
+        block = scheme.activations.scale.block
+        pieces = [piece for row in x for piece in row.split(block[1] if block else len(row))]
+        if scheme.activations.value == "float4_e2m1":
+            return torch.cat([mxfp4(piece) for piece in pieces]).reshape(x.shape)
+        return torch.cat([fp8(piece, (piece.abs().max() / 448).float().double()) for piece in pieces]).reshape(x.shape)
 
     def normed(self, x: Tensor, name: str) -> Tensor:
         return rms_norm(x, self.plain(f"{name}.weight"), self.cfg.eps, 1.0)
@@ -116,13 +129,36 @@ class Emulated:
         return self.product(f"{name}.down_proj", inner)
 
 
-def fp8(x: Tensor, scale: Tensor) -> Tensor:
-    """The nearest e4m3 to each ``x / scale``, times the scale; found among all codes, ties to the even one."""
-    codes = torch.arange(127, dtype=torch.uint8)
-    known = codes.view(torch.float8_e4m3fn).double()
-    wanted = (x / scale).abs().clamp(max=448.0)
-    above = torch.searchsorted(known, wanted).clamp(max=126)
+def nearest(x: Tensor, known: Tensor) -> Tensor:
+    """The nearest of ascending known numbers, by their codes 0, 1, ...; ties to the even code."""
+    above = torch.searchsorted(known, x).clamp(max=len(known) - 1)
     below = (above - 1).clamp(min=0)
-    left, right = wanted - known[below], known[above] - wanted
+    left, right = x - known[below], known[above] - x
     low = (left < right) | ((left == right) & (below % 2 == 0))
-    return torch.where(low, known[below], known[above]) * x.sign() * scale
+    return torch.where(low, known[below], known[above])
+
+
+def fp8(x: Tensor, scale: Tensor) -> Tensor:
+    """The nearest e4m3 to each ``x / scale``, times the scale; found among all codes."""
+    known = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    return nearest((x / scale).abs().clamp(max=448.0), known) * x.sign() * scale
+
+
+def e2m1(codes: Tensor) -> Tensor:
+    """Sign, two bits of exponent (bias 1), one of mantissa."""
+    sign, exponent, mantissa = codes >> 3, codes >> 1 & 3, (codes & 1).double()
+    size = torch.where(exponent == 0, mantissa / 2, (1 + mantissa / 2) * 2.0 ** (exponent.double() - 1))
+    return torch.where(sign == 1, -size, size)
+
+
+def powers(scale: Tensor) -> Tensor:
+    return torch.tensor([2.0 ** (byte - 127) for byte in scale.flatten().tolist()]).double().reshape(scale.shape)
+
+
+def mxfp4(x: Tensor) -> Tensor:
+    """A block with aiter's power of two: the amax rounded to one bit of mantissa, ties up, then its floor, less 2."""
+    most = float(x.abs().max())
+    exponent = math.frexp(most)[1] - 1  # most = 1.m x 2^exponent
+    exponent += most / 2.0**exponent >= 1.75
+    scale = 2.0 ** (exponent - 2)
+    return nearest((x / scale).abs().clamp(max=6.0), e2m1(torch.arange(8))) * x.sign() * scale

@@ -162,7 +162,11 @@ def test_a_layer_agrees_with_the_reference_on_every_route(route: str) -> None:
     states = {s.name: torch.zeros(3, *s.shape, dtype=torch.float64) for s in DECODE.states()}
     batch = make_batch("decode", [1, 1], [3, 5], [2, 0])
     (mixed,), _ = DECODE.reference(Problem(args, params, states, batch))
-    x = mixed if route == "widened" else decode(encode(mixed, STATIC_FP8, params["input_scale"]), torch.float64)
+    x = (
+        mixed
+        if route == "widened"
+        else decode(encode(mixed, STATIC_FP8, params["input_scale"]), STATIC_FP8, torch.float64)
+    )
     (want,), _ = FP8.reference(Problem({"x": x}, params, {}))
     assert isinstance(edge, Encoded) == (route != "widened")
     assert float((got.double() - want).abs().max()) < 0.03 * float(want.abs().max())

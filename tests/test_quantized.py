@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,14 @@ from safetensors.torch import load_file, save_file
 
 from hal.cli import main
 from hal.errors import CheckpointError
+from hal.ops.formulas import real
 
-WAYS = {"fp8_channel": ("quark", "compressed-tensors", "modelopt")}
-LINES = [prompt.encode()[:3] for _, prompt, _ in lines(7, 12)]  # an input near a boundary is rare in three tokens
+WAYS = {
+    "fp8_channel": ("quark", "compressed-tensors", "modelopt"),
+    "fp8_block": ("fp8", "compressed-tensors"),
+    "mxfp4": ("quark",),
+}
+LINES = [prompt.encode()[:3] for _, prompt, _ in lines(7, 6)]  # an input near a boundary is rare in three tokens
 
 
 def quantized(source: str | Path, out: Path, scheme: str, dialect: str, *more: str) -> Path:
@@ -140,13 +146,17 @@ def test_a_dtype_that_the_scheme_does_not_expect(written: Any, tmp_path: Path) -
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("value", "shown"), [(float("nan"), "nan"), (float("inf"), "inf"), (-1.0, "-1.0")])
+@pytest.mark.parametrize(("value", "shown"), [(float("nan"), "nan"), (float("inf"), "inf"), (-1.0, "-1")])
 def test_a_scale_that_is_none(value: float, shown: str, written: Any, tmp_path: Path) -> None:
     folder = written["dense", "fp8_channel"]
     name = "model.layers.0.mlp.up_proj.weight_scale"
     scale = load_file(folder / "model.safetensors")[name]
     scale[3] = value
-    refused(changed(folder, tmp_path / "odd", **{name: scale}), name, f"expected numbers of 0 or more, got {shown}")
+    refused(
+        changed(folder, tmp_path / "odd", **{name: scale}),
+        name,
+        f"expected scales that are numbers of 0 or more, got {shown}",
+    )
 
 
 def test_scales_of_keys_and_values_are_reported(written: Any, tmp_path: Path) -> None:
@@ -209,6 +219,37 @@ def test_each_rank_holds_its_rows_and_their_scales(world: int, tmp_path: Path) -
         name = "layers.1.self_attn.qkv_proj.k_scale"
         kept, first = 16 // min(world, 2), index * 2 // world if world > 2 else index
         assert torch.equal(rank[name], whole[name][first * kept : (first + 1) * kept])
+
+
+def values(built_: Qwen35, site: str, part: str) -> torch.Tensor:
+    """The real values of a part of a group."""
+    group = next(g for g in built_.runtime.groups if g.name == site)
+    op = next(op for op in group.members.values() if part in {p.name for p in op.params()})
+    named = parts(built_)
+    codes, scale, form = named[f"{site}.{part}"], named[f"{site}.{part}_scale"], op.schemes()[0].weight
+    block = codes.shape[0] // scale.shape[0], codes.shape[1] * form.packs // scale.shape[1]
+    return real(codes, scale, replace(form, scale=replace(form.scale, block=block)), torch.float64)
+
+
+@pytest.mark.parametrize("world", [2, 8])
+@pytest.mark.parametrize("scheme", ["fp8_block", "mxfp4"])
+def test_blocks_that_a_share_cuts_keep_their_scale(scheme: str, world: int, tmp_path: Path) -> None:
+    """Rows and columns of a rank need not be whole blocks: 256 rows over 8 ranks are quarters of two."""
+    sizes = {"hidden_size": 64, "linear_value_head_dim": 16, "linear_key_head_dim": 8, "intermediate_size": 256}
+    cfg = config(dtype="bfloat16", num_key_value_heads=8, **sizes)
+    odd = {n: ((t % 509) * (1 + t // 3000 % 40)).bfloat16() for n, t in tensors(cfg).items()}
+    folder = quantized(save(tmp_path / "plain", cfg, odd), tmp_path / "out", scheme, WAYS[scheme][0])
+    whole, ranks = built(folder), [built(folder, rank=rank, world=world) for rank in range(world)]
+    for site, part, axis in (
+        ("layers.0.linear_attn.in_proj", "z", 0),
+        ("layers.0.linear_attn.out_proj", "weight", 1),
+        ("layers.0.mlp", "up", 0),
+        ("layers.0.mlp", "down", 1),
+        ("layers.1.self_attn.qkv_proj", "v", 0),
+    ):
+        joined = torch.cat([values(each, site, part) for each in ranks], axis)
+        assert torch.equal(joined, values(whole, site, part)), (site, part)
+    assert len(set(values(whole, "layers.0.mlp", "up").abs().amax(1).tolist())) > 1
 
 
 def test_what_cannot_be_quantized_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str], written: Any) -> None:

@@ -43,6 +43,8 @@ def make(case: Case, seed: int = 0) -> Inputs:
 
     def normal(shape: tuple[int, ...], kind: str, mean: float = 0.0, deviation: float = 1.0) -> torch.Tensor:
         values = torch.randn(shape, generator=generator, dtype=torch.float64) * deviation + mean
+        if kind == "uint8":  # codes in bytes, or powers of two
+            return values.round().clamp(0, 254)
         return values.to(torch.float32).to(getattr(torch, kind)).to(torch.float64)
 
     signature = op.signature()
@@ -58,7 +60,7 @@ def make(case: Case, seed: int = 0) -> Inputs:
         shape = tuple(case.rows if s == "rows" else int(s) for s in arg.shape)
         if isinstance(arg.format, Quantized):
             codes = encode(normal(shape, "float32"), arg.format, input_scale(params))
-            args[arg.name] = decode(codes, torch.float64, arg.format.scale)
+            args[arg.name] = decode(codes, arg.format, torch.float64)
         elif arg.format.dtype in ("int64", "int32"):
             top = getattr(op, "vocab", 8)
             args[arg.name] = torch.randint(top, shape, generator=generator)

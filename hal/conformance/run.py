@@ -15,7 +15,7 @@ from hal.layout import StateLayout
 from hal.numerics import Class, Numerics
 from hal.ops import OPS
 from hal.ops.base import Case, Op
-from hal.ops.formulas import decode, moving, spread
+from hal.ops.formulas import decode, moving, scale_values, spread
 from hal.policy import Policy
 from hal.runtime import Runtime
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 # how far a result may lie from float64, as a share of the largest value it is compared with, by the
 # dtype it is written in: two roundings of that dtype and the sums of a few hundred terms before them
-SHARE = {"bfloat16": 2.0**-7, "float16": 2.0**-9, "float32": 2.0**-17, "float8_e4m3fn": 2.0**-3}
+SHARE = {"bfloat16": 2.0**-7, "float16": 2.0**-9, "float32": 2.0**-17, "float8_e4m3fn": 2.0**-3, "float4_e2m1": 2.0**-1}
 # what encoding a value on the way may cost, beside the largest result: errors of single elements average out
-ENCODED = {"float8_e4m3fn": 2.0**-5}
+ENCODED = {"float8_e4m3fn": 2.0**-5, "float8_e4m3fnuz": 2.0**-5, "float4_e2m1": 2.0**-2}
 
 
 @dataclass(frozen=True)
@@ -167,14 +167,15 @@ def _compare(op: Op[..., Any], got: list[Any], wanted: tuple[Any, ...], numerics
         if isinstance(form, Quantized) != isinstance(have, Encoded) or str(tensor.dtype) != f"torch.{stored}":
             yield f"{arg.name}: expected {form}, got {tensor.dtype}"
             continue
-        if isinstance(form, Quantized) and (shape := form.scale.shape(*tensor.shape)) != tuple(have.scale.shape):
+        wide = tensor.shape[-1] * (form.packs if isinstance(form, Quantized) else 1)
+        if isinstance(form, Quantized) and (shape := form.scale.shape(len(tensor), wide)) != tuple(have.scale.shape):
             yield f"{arg.name}: expected scales {list(shape)}, got {list(have.scale.shape)}"
             continue
         value, real = have, want
         if isinstance(form, Quantized):
-            value = decode(have, torch.float64, form.scale)
-            real = decode(want, torch.float64, form.scale) if isinstance(want, Encoded) else want
-            limit = form.limit * spread(have.scale.double(), form.scale, *value.shape)
+            value = decode(have, form, torch.float64)
+            real = decode(want, form, torch.float64) if isinstance(want, Encoded) else want
+            limit = form.limit * spread(scale_values(have.scale, form.scale).double(), form.scale, *value.shape)
             real = real.to(limit.device).clamp(-limit, limit)
         value, real = value.double().cpu(), real.double().cpu()
         if value.shape != real.shape:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, ParamSpec, TypeVar
 
@@ -276,11 +276,14 @@ def _check_format(op: Op[..., Any], arg: Arg, value: Any, symbols: dict[str, int
     if isinstance(arg.format, Quantized):
         if not isinstance(value, Encoded):
             raise CheckError(f"{op.title()}: {arg.name}: expected {arg.format}, got {type(value).__name__}")
-        _check_tensor(op, arg, arg.format.stored, value.value, symbols)
-        wanted, scale = arg.format.scale.shape(*value.value.shape[-2:]), value.scale
-        if tuple(scale.shape) != wanted or str(scale.dtype) != f"torch.{arg.format.scale.dtype}":
+        form, packed = arg.format, arg
+        if form.packs > 1:
+            packed = replace(arg, shape=(*arg.shape[:-1], int(arg.shape[-1]) // form.packs))
+        _check_tensor(op, packed, form.stored, value.value, symbols)
+        wanted, scale = form.scale.shape(len(value.value), int(arg.shape[-1])), value.scale
+        if tuple(scale.shape) != wanted or str(scale.dtype) != f"torch.{form.scale.stored}":
             got = f"{str(scale.dtype).removeprefix('torch.')} {list(scale.shape)}"
-            text = f"expected {arg.format.scale.dtype} {list(wanted)}, got {got}"
+            text = f"expected {form.scale.stored} {list(wanted)}, got {got}"
             raise CheckError(f"{op.title()}: scale of {arg.name}: {text}")
     else:
         _check_tensor(op, arg, arg.format.dtype, value, symbols)

@@ -90,7 +90,10 @@ class Head(Op[["torch.Tensor", "torch.Tensor"], "tuple[torch.Tensor, torch.Tenso
     @classmethod
     def cases(cls) -> Sequence[Case]:
         op = cls(hidden=24, vocab=40)
-        quantized = [Case(name, replace(op, scheme=scheme), (5,)) for name, scheme in SCHEMES.items()]
+        quantized = [
+            Case(name, replace(op, hidden=64, scheme=scheme.within(40, columns=64)), (5,))
+            for name, scheme in SCHEMES.items()
+        ]
         return [Case("rows", op, (5,)), Case("no rows", op, (0,)), *quantized]
 
 

@@ -80,8 +80,16 @@ class GatedMLP(_Gated):
     def cases(cls) -> Sequence[Case]:
         op = cls(hidden=64, intermediate=48)
         quantized = [
-            Case(name, replace(op, gate_up=scheme.by_rows(), down=scheme), (5,)) for name, scheme in SCHEMES.items()
-        ]
+            Case(
+                name,
+                replace(
+                    op, intermediate=64,
+                    gate_up=scheme.by_rows().within(64, columns=64), down=scheme.within(64, columns=64),
+                ),
+                (5,),
+            )
+            for name, scheme in SCHEMES.items()
+        ]  # fmt: skip
         return [Case("one row", op, (1,)), Case("rows", op, (17,)), Case("no rows", op, (0,)), *quantized]
 
 
@@ -116,7 +124,10 @@ class NormGateUp(_Gated):
             Case("no rows", op, (0,)),
             *(Case(f"to {name}", replace(op, out=form), (5,)) for name, form in EDGES.items()),
             Case("large residual", op, (3,), variant="large residual"),
-            *(Case(name, replace(op, gate_up=scheme.by_rows()), (5,)) for name, scheme in SCHEMES.items()),
+            *(
+                Case(name, replace(op, gate_up=scheme.by_rows().within(48, columns=64)), (5,))
+                for name, scheme in SCHEMES.items()
+            ),
         ]
 
     def adjust(self, variant: str, problem: Problem) -> None:
@@ -200,8 +211,9 @@ class MoE(_FeedForward):
             Case("bfloat16", replace(op, dtype="bfloat16", experts=16, top_k=4, hidden=64), (9,)),
             Case("bfloat16, one row", replace(op, dtype="bfloat16", experts=16, top_k=4, hidden=64), (1,)),
             *(
-                Case(name, replace(op, routed=scheme.by_rows(), shared=scheme.by_rows()), (9,))
+                Case(name, replace(op, intermediate=32, shared_intermediate=32, routed=held, shared=held), (9,))
                 for name, scheme in SCHEMES.items()
+                for held in (scheme.by_rows().within(32, columns=32),)
             ),
         ]
 

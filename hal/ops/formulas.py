@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from hal.formats import Encoded, Quantized, Scale, Scheme
 
@@ -55,32 +55,91 @@ def moving(batch: Batch) -> Iterator[tuple[int, int, int, int, int]]:
 
 
 LEAST_SCALE = 2.0**-126  # of a dynamic scale: below, float32 may be flushed to zero, and zero over zero is none
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code; the fourth bit is the sign
 
 
 def encode(x: torch.Tensor, form: Quantized, scale: torch.Tensor | None = None) -> Encoded:
     """Elements ``x / scale``, saturated at the format's limit, rounded to nearest even.
 
-    A dynamic scale is ``max |x| / limit`` of what it covers, in float32.
+    A dynamic scale is ``max |x| / limit`` of what it covers, in float32; in powers of two, as
+    ``power_scale`` says.
     """
-    import torch
-
     if not form.scale.static:
         scale = dynamic_scale(x, form)
     assert scale is not None
-    wide = spread(scale.to(x.dtype), form.scale, *x.shape)
-    narrow = (x / wide).clamp(-form.limit, form.limit)
-    return Encoded(narrow.to(torch.float32).to(getattr(torch, form.value)), scale)
+    wide = spread(scale_values(scale, form.scale).to(x.dtype), form.scale, *x.shape)
+    return Encoded(narrowed((x / wide).clamp(-form.limit, form.limit), form), scale)
 
 
 def dynamic_scale(x: torch.Tensor, form: Quantized) -> torch.Tensor:
     """The scale of each row, or of each block of a row, of ``x [rows, columns]``."""
+    rows, columns = x.shape
+    most = block_amax(x, (1, form.scale.block[1] if form.scale.block else max(1, columns)))
+    if form.scale.dtype == "float8_e8m0fnu":
+        return power_scale(most)
+    return (most.double() / form.limit).float().clamp(min=LEAST_SCALE).reshape(form.scale.shape(rows, columns))
+
+
+def block_amax(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """The largest magnitude in each block of ``x [rows, columns]``, partial ones at the ends included."""
     import torch
 
-    rows, columns = x.shape
-    size = form.scale.block[1] if form.scale.block else max(1, columns)
-    padded = torch.nn.functional.pad(x.abs(), (0, -columns % size))
-    most = padded.unflatten(1, (-1, size)).amax(-1) if rows else x.new_zeros(form.scale.shape(rows, columns))
-    return (most.double() / form.limit).float().clamp(min=LEAST_SCALE)
+    if not x.numel():
+        return x.new_zeros(-(-x.shape[0] // block[0]), -(-x.shape[1] // block[1]))
+    padded = torch.nn.functional.pad(x.abs(), (0, -x.shape[1] % block[1], 0, -x.shape[0] % block[0]))
+    blocks: torch.Tensor = padded.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
+    return blocks.amax((1, 3))
+
+
+def power_scale(most: torch.Tensor, rule: Literal["aiter", "ocp"] = "aiter") -> torch.Tensor:
+    """Bytes of e8m0 for blocks of e2m1 whose largest magnitudes are ``most``: 2^(byte - 127).
+
+    ``aiter``: floor(log2((bits(most) + 0x200000) & 0xFF800000)) - 2 on float32, so that what would
+    saturate goes to the next power. ``ocp``: floor(log2(most)) - 2, where values up to 8 of the scale
+    saturate at 6. Both clamped to 0..254; zeros give byte 0.
+    """
+    import torch
+
+    bits = most.float().contiguous().view(torch.int32)
+    if rule == "aiter":
+        bits = bits + 0x200000
+    return ((bits >> 23 & 0xFF) - 2).clamp(0, 254).to(torch.uint8)
+
+
+def scale_values(scale: torch.Tensor, form: Scale) -> torch.Tensor:
+    """Scales as numbers; bytes of powers of two are decoded: 255 is NaN, 0 is 2^-127."""
+    import torch
+
+    if form.dtype != "float8_e8m0fnu":
+        return scale
+    power = torch.ldexp(torch.ones_like(scale, dtype=torch.float64), scale.to(torch.int32) - 127)
+    return power.masked_fill(scale == 255, torch.nan)
+
+
+def narrowed(x: torch.Tensor, form: Quantized) -> torch.Tensor:
+    """Elements as the memory holds them, of numbers within the limit: nearest, ties to the even code."""
+    import torch
+
+    if form.packs == 1:
+        return x.to(torch.float32).to(getattr(torch, form.value))
+    known = torch.tensor(E2M1, dtype=x.dtype, device=x.device)
+    middles = (known[1:] + known[:-1]) / 2
+    size = x.abs()
+    code = torch.bucketize(size, middles)  # how many middles lie below
+    code += (size == middles[code.clamp(max=6)]) & (code % 2 == 1)  # met exactly: the even one
+    code = (code + 8 * torch.signbit(x)).to(torch.uint8)
+    return code[..., ::2] | code[..., 1::2] << 4
+
+
+def element_values(codes: torch.Tensor, form: Quantized, like: torch.dtype) -> torch.Tensor:
+    """Elements as numbers, packed ones apart: two in a byte, the first in its low half."""
+    import torch
+
+    if form.packs == 1:
+        return codes.to(like)
+    known = torch.tensor((*E2M1, *(-v for v in E2M1)), dtype=like, device=codes.device)
+    whole = codes.to(torch.int64)
+    return torch.stack([known[whole & 15], known[whole >> 4 & 15]], -1).flatten(-2)
 
 
 def spread(scale: torch.Tensor, form: Scale, rows: int, columns: int) -> torch.Tensor:
@@ -91,16 +150,18 @@ def spread(scale: torch.Tensor, form: Scale, rows: int, columns: int) -> torch.T
     return scale[..., None] if form.per == "channel" else scale
 
 
-def decode(x: Encoded, like: torch.dtype, form: Scale | None = None) -> torch.Tensor:
-    """The real values behind narrow elements; ``form`` says what a scale covers where that is a block."""
-    scale = x.scale.to(like)
-    value: torch.Tensor = x.value.to(like) * (spread(scale, form, *x.value.shape[-2:]) if form else scale)
-    return value
+def real(codes: torch.Tensor, scale: torch.Tensor, form: Quantized, like: torch.dtype) -> torch.Tensor:
+    """The real values of a quantized matrix ``[..., rows, columns]``."""
+    value: torch.Tensor = element_values(codes, form, like)
+    return value * spread(scale_values(scale, form.scale).to(like), form.scale, *value.shape[-2:])
+
+
+def decode(x: Encoded, form: Quantized, like: torch.dtype) -> torch.Tensor:
+    """The real values of what runs on an edge."""
+    return real(x.value, x.scale, form, like)
 
 
 def weight_of(params: Mapping[str, torch.Tensor], name: str, scheme: Scheme | None) -> torch.Tensor:
     """The real values of a weight among an op's parameters; experts on a leading axis."""
     weight = params[name]
-    if scheme is None:
-        return weight
-    return weight * spread(params[f"{name}_scale"], scheme.weight.scale, *weight.shape[-2:])
+    return weight if scheme is None else real(weight, params[f"{name}_scale"], scheme.weight, weight.dtype)

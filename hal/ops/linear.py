@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from math import log2
 from typing import TYPE_CHECKING, ClassVar
 
 from hal.errors import HalError
@@ -59,14 +60,26 @@ def weight_params(
     if scheme is None:
         return (Param(name, shape, dtype, memory, shard, sections, copies, (0.0, spread)),)
     form, lead = scheme.weight, shape[:-2]
-    codes = Param(name, shape, form.stored, memory, shard, sections, copies, (0.0, 2.0))
-    held = (*lead, *form.scale.shape(rows, columns))
-    split = shard if shard == len(lead) and form.scale.per == "channel" else None
+    if columns % form.packs:
+        raise HalError(f"{name}: expected columns in multiples of {form.packs} to pack {form.value}, got {columns}")
+    # bytes of packed elements are any
+    codes = Param(
+        name, (*shape[:-1], columns // form.packs), form.stored, memory, shard, sections, copies,
+        (127.5, 64.0) if form.packs > 1 else (0.0, 2.0),
+    )  # fmt: skip
+    held, block = (*lead, *form.scale.shape(rows, columns)), form.scale.block
+    split, each = None, 1
+    if block and shard is not None:
+        split, each = shard, block[shard - len(lead)]
+    elif form.scale.per == "channel" and shard == len(lead):
+        split = shard
     # rows differ, so that one scaled as its neighbour shows
-    made = (spread / 2, spread / 16 if form.scale.per == "channel" else 0.0)
+    made = (spread / 2, 0.0 if form.scale.per == "tensor" else spread / 16)
+    if form.scale.stored == "uint8":
+        made = (round(log2(spread / 2)) + 127.0, 1.0)
     scale = Param(
-        f"{name}_scale", held, form.scale.dtype, f"{memory}_scale", split,
-        sections if split is not None else (), copies if split is not None else 1, made,
+        f"{name}_scale", held, form.scale.stored, f"{memory}_scale", split,
+        tuple(size // each for size in sections) if split is not None else (), copies if split is not None else 1, made,
     )  # fmt: skip
     return (codes, scale)
 
@@ -205,7 +218,8 @@ def _widened(parts: Sequence[Projection], rows: int) -> tuple[Projection, ...]:
 
 
 def _quantized(parts: Sequence[Projection], scheme: Scheme) -> tuple[Projection, ...]:
-    return tuple(replace(p, scheme=scheme.by_rows()) for p in parts)
+    held = scheme.by_rows().within(*(p.rows for p in parts), columns=64)
+    return tuple(replace(p, scheme=held) for p in parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +270,7 @@ def quantized_cases(op: Linear | Gemm) -> list[Case]:
     """Each scheme with x as it is and as the scheme rounds it, and with no rows."""
     found = []
     for name, scheme in SCHEMES.items():
-        mine = replace(op, scheme=scheme)
+        mine = replace(op, scheme=scheme.within(op.rows, columns=op.columns))
         found.append(Case(f"{name} weight", mine, (5,)))
         if scheme.activations:
             both = replace(mine, x=scheme.activations)
@@ -342,5 +356,5 @@ class Gemm(Op[["torch.Tensor"], "torch.Tensor"]):
             Case("long rows", cls(columns=8192, rows=16), (5,)),
             Case("rows", op, (33,)),
             Case("no rows", op, (0,)),
-            *quantized_cases(odd),
+            *quantized_cases(replace(odd, columns=256)),
         ]

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hal.errors import CheckpointError
-from hal_models.dialects import written
+from hal_models.dialects import read, written
 from hal_models.encoding import encoded
 from hal_models.files import INDEX, Files
-from hal_models.quantization import Names, Quantization, Rule
+from hal_models.quantization import Quantization, Rule
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,8 @@ def quantize(
     if config.get("quantization_config") or (folder / "hf_quant_config.json").exists():
         raise CheckpointError(f"{folder}: is quantized already; expected a checkpoint in bfloat16")
     rule, plain, count = Quantization(dialect, tuple(rules)), list[str](), 0
-    written(dialect, rules, [])  # a dialect that cannot say it fails before anything is written
+    # a dialect that cannot say it fails before anything is written
+    names = read(str(folder), written(dialect, rules, [])).names
     with Files(folder) as files, _Output(out) as output:
         for at, name in enumerate(files):
             if progress:
@@ -54,7 +55,7 @@ def quantize(
                     continue
                 count += 1
                 codes, scale = encoded(tensor, scheme.weight)
-                module, names = each.removesuffix("weight"), Names()
+                module = each.removesuffix("weight")
                 output.add(f"{module}{names.weight}", codes)
                 output.add(f"{module}{names.scale}", scale)
     config["quantization_config"] = written(dialect, rules, plain)

@@ -10,7 +10,7 @@ from pathlib import Path
 from hal.errors import CheckpointError
 from hal_models.commands.loading import Bar, checkpoint
 
-DIALECT = {"fp8_channel": "quark", "fp8_tensor": "modelopt"}
+DIALECT = {"fp8_channel": "quark", "fp8_tensor": "modelopt", "fp8_block": "fp8", "mxfp4": "quark"}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +19,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("checkpoint", help="a folder, or tiny-dense, tiny-moe")
     parser.add_argument("--scheme", required=True, metavar="S", help="such as fp8_channel; an unknown one names them")
-    parser.add_argument("--dialect", metavar="D", help="how it is written: compressed-tensors, modelopt or quark")
+    parser.add_argument("--dialect", metavar="D", help="how it is written: compressed-tensors, fp8, modelopt or quark")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a folder that is not there yet")
     parser.add_argument(
         "--exclude", action="append", default=[], metavar="PATTERN", help="modules to leave as they are"

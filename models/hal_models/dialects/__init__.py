@@ -21,6 +21,7 @@ READERS: dict[str, Callable[[str, Config], Quantization]] = {
     "quark": quark.read,
 }
 WRITERS: dict[str, Callable[[Sequence[Rule], list[str]], dict[str, Any]]] = {
+    "fp8": fp8.write,
     "modelopt": modelopt.write,
     "compressed-tensors": compressed.write,
     "quark": quark.write,

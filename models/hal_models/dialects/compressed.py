@@ -6,12 +6,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hal.errors import CheckpointError
-from hal.formats import STATIC_FP8, TOKEN_FP8, Quantized, Scheme
-from hal_models.dialects.shared import EVERYTHING, Config, by_scheme, expression, fp8_weight, known, kv_cache, listed
+from hal.formats import BLOCK_FP8, SCHEMES, STATIC_FP8, TOKEN_FP8, Quantized, Scheme
+from hal_models.dialects.shared import EVERYTHING, Config, by_scheme, expression, known, kv_cache, listed, shown
 from hal_models.quantization import Quantization, Rule
+
+# type, bits, strategy, the size of a group or block, dynamic
+Kind = tuple[Any, ...]
+WEIGHTS: dict[Kind, Quantized] = {
+    ("float", 8, "channel", None, False): SCHEMES["fp8_channel"].weight,
+    ("float", 8, "tensor", None, False): SCHEMES["fp8_tensor"].weight,
+    ("float", 8, "block", (128, 128), False): SCHEMES["fp8_block"].weight,
+}
+INPUTS: dict[Kind, Quantized] = {
+    ("float", 8, "token", None, True): TOKEN_FP8,
+    ("float", 8, "tensor", None, False): STATIC_FP8,
+    ("float", 8, "group", 128, True): BLOCK_FP8,
+}
 
 
 def read(name: str, config: Config) -> Quantization:
+    """A target that names modules stands before one that names their class."""
     ignored = tuple(map(Rule, listed(name, config, "ignore")))
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
@@ -20,56 +34,32 @@ def read(name: str, config: Config) -> Quantization:
     every: list[Rule] = []
     for key, group in groups.items():
         where = f"{name}: config_groups.{key}"
-        scheme = _compressed_scheme(where, group)
+        inputs = group.get("input_activations")
+        activations = None if inputs is None else _form(f"{where}.input_activations", inputs, INPUTS)
+        scheme = Scheme(_form(f"{where}.weights", group.get("weights"), WEIGHTS), activations)
         for target in listed(where, group, "targets"):
-            if target == "Linear":  # every module of that class
-                every.append(Rule(EVERYTHING, scheme))
-            else:
-                named.append(Rule(target, scheme))
-    kv = config.get("kv_cache_scheme")
-    # a target that names modules stands before one that names their class
-    return Quantization("compressed-tensors", (*ignored, *named, *every), kv_cache(kv))
+            (every if target == "Linear" else named).append(Rule(EVERYTHING if target == "Linear" else target, scheme))
+    return Quantization("compressed-tensors", (*ignored, *named, *every), kv_cache(config.get("kv_cache_scheme")))
 
 
-def _compressed_scheme(where: str, group: Config) -> Scheme:
-    weights, inputs = group.get("weights"), group.get("input_activations")
-    if not isinstance(weights, Mapping):
-        raise CheckpointError(f"{where}.weights: expected an object, got {weights!r}")
-    kind = (weights.get("type"), weights.get("num_bits"), weights.get("strategy"))
-    forms = {("float", 8, "channel"): "channel", ("float", 8, "tensor"): "tensor"}
-    if kind not in forms or weights.get("dynamic"):
-        raise CheckpointError(f"{where}.weights: expected {known(forms)}, got {kind}, dynamic {weights.get('dynamic')}")
-    return Scheme(fp8_weight(forms[kind]), _compressed_inputs(f"{where}.input_activations", inputs))
-
-
-def _compressed_inputs(where: str, inputs: Any) -> Quantized | None:
-    if inputs is None:
-        return None
-    kind = (inputs.get("type"), inputs.get("num_bits"), inputs.get("strategy"), bool(inputs.get("dynamic")))
-    forms = {("float", 8, "token", True): TOKEN_FP8, ("float", 8, "tensor", False): STATIC_FP8}
+def _form(where: str, entry: Any, forms: Mapping[Kind, Quantized]) -> Quantized:
+    if not isinstance(entry, Mapping):
+        raise CheckpointError(f"{where}: expected an object, got {entry!r}")
+    block = entry.get("block_structure")
+    size = tuple(block) if block else entry.get("group_size")
+    kind = (entry.get("type"), entry.get("num_bits"), entry.get("strategy"), size, bool(entry.get("dynamic")))
     if kind not in forms:
         raise CheckpointError(f"{where}: expected {known(forms)}, got {kind}")
     return forms[kind]
 
 
 def write(rules: Sequence[Rule], unquantized: list[str]) -> dict[str, Any]:
-    def tensors(strategy: str, dynamic: bool) -> dict[str, Any]:
-        return {
-            "num_bits": 8, "type": "float", "strategy": strategy, "dynamic": dynamic, "symmetric": True,
-            "group_size": None, "block_structure": None, "actorder": None,
-        }  # fmt: skip
-
-    def inputs(scheme: Scheme) -> dict[str, Any] | None:
-        if scheme.activations is None:
-            return None
-        static = scheme.activations.scale.static
-        return tensors("tensor" if static else "token", not static)
-
+    """A group for each scheme."""
     groups = {
         f"group_{index}": {
             "targets": ["Linear" if p == EVERYTHING else f"re:{expression(p)}" for p in patterns],
-            "weights": tensors(scheme.weight.scale.per, False),
-            "input_activations": inputs(scheme),
+            "weights": _entry(scheme.weight, WEIGHTS, scheme),
+            "input_activations": _entry(scheme.activations, INPUTS, scheme) if scheme.activations else None,
             "output_activations": None,
         }
         for index, (scheme, patterns) in enumerate(by_scheme(rules))
@@ -78,3 +68,20 @@ def write(rules: Sequence[Rule], unquantized: list[str]) -> dict[str, Any]:
         "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups,
         "ignore": unquantized, "kv_cache_scheme": None, "quantization_status": "compressed",
     }  # fmt: skip
+
+
+def _entry(form: Quantized, forms: Mapping[Kind, Quantized], scheme: Scheme) -> dict[str, Any]:
+    found = next((kind for kind, known_ in forms.items() if known_ == form), None)
+    if found is None:
+        raise CheckpointError(f"compressed-tensors: expected weights in {shown_forms()}, got {scheme}")
+    kind, bits, strategy, size, dynamic = found
+    block = list(size) if isinstance(size, tuple) else None
+    return {
+        "num_bits": bits, "type": kind, "strategy": strategy, "dynamic": dynamic, "symmetric": True,
+        "group_size": None if block else size, "block_structure": block, "actorder": None,
+    }  # fmt: skip
+
+
+def shown_forms() -> str:
+    """The schemes that can be written."""
+    return shown(s for s in SCHEMES.values() if s.weight in WEIGHTS.values())

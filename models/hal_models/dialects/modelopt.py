@@ -7,7 +7,7 @@ from typing import Any
 
 from hal.errors import CheckpointError
 from hal.formats import SCHEMES, Scheme
-from hal_models.dialects.shared import EVERYTHING, Config, listed
+from hal_models.dialects.shared import EVERYTHING, Config, listed, shown
 from hal_models.quantization import Quantization, Rule
 
 MODELOPT = {"FP8": "fp8_tensor", "FP8_PER_CHANNEL_PER_TOKEN": "fp8_channel"}
@@ -33,6 +33,8 @@ def _modelopt_scheme(where: str, entry: Config) -> Scheme:
 
 def write(rules: Sequence[Rule], unquantized: list[str]) -> dict[str, Any]:
     algorithms = {scheme: algorithm for algorithm, name in MODELOPT.items() if (scheme := SCHEMES[name])}
+    if other := {rule.scheme for rule in rules} - set(algorithms):
+        raise CheckpointError(f"modelopt: expected schemes of {', '.join(MODELOPT.values())}, got {shown(other)}")
     found = {rule.pattern: {"quant_algo": algorithms[rule.scheme]} for rule in rules if rule.scheme}
     mixed = list(found) != [EVERYTHING]
     whole: dict[str, Any] = {"quant_algo": "MIXED_PRECISION", "quantized_layers": found} if mixed else found[EVERYTHING]

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hal.errors import CheckpointError
-from hal.formats import SCHEMES, Quantized, Scheme
+from hal.formats import Scheme
 from hal_models.quantization import Rule
 
 Config = Mapping[str, Any]
 EVERYTHING = "*"
-
-
-def fp8_weight(per: str) -> Quantized:
-    """The weight's format by what a scale covers: ``channel``, ``tensor``."""
-    return SCHEMES[f"fp8_{per}"].weight
 
 
 def listed(name: str, config: Config, *keys: str) -> list[str]:
@@ -35,6 +30,11 @@ def kv_cache(scheme: Any) -> str:
 def known(forms: Mapping[tuple[Any, ...], Any]) -> str:
     """The forms that are read, for an error."""
     return " or ".join(map(str, forms))
+
+
+def shown(schemes: Iterable[Scheme | None]) -> str:
+    """Schemes, for an error."""
+    return ", ".join(sorted(map(str, schemes)))
 
 
 def by_scheme(rules: Sequence[Rule]) -> Iterator[tuple[Scheme, list[str]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from hal import ops
@@ -58,7 +59,7 @@ class GatedDeltaNet:
             "state_dtype": cfg.state_dtype,
         }
         key, value = share.key_heads * cfg.key_head_dim, share.value_heads * cfg.value_head_dim
-        scheme = cfg.scheme(f"{name}.out_proj")
+        scheme = alone(cfg.scheme(f"{name}.out_proj"), cfg.hidden, value)
         out = ops.Linear(columns=value, rows=cfg.hidden, x=form, scheme=scheme, dtype=cfg.dtype, world=world)
         self.out_proj = rt.bind(out, f"{name}.out_proj", fed=True)
         self.core = rt.bind_group(
@@ -75,8 +76,12 @@ class GatedDeltaNet:
             ("b", share.value_heads, "b"),
             ("a", share.value_heads, "a"),
         )
+        # q, k, v and z have blocks alike, so that they are one product
+        beside = {"qkv": (key, value), "z": (key, value), "b": (share.value_heads,), "a": (share.value_heads,)}
         parts = tuple(
-            Projection(part, rows, output, by_rows(cfg.scheme(f"{name}.in_proj_{output}")))
+            Projection(
+                part, rows, output, held(cfg.scheme(f"{name}.in_proj_{output}"), *beside[output], columns=cfg.hidden)
+            )
             for part, rows, output in widths
         )
         opens = ops.InProj(hidden=cfg.hidden, parts=parts, dtype=cfg.dtype, eps=cfg.eps, world=world)
@@ -101,7 +106,7 @@ class Attention:
             "dtype": cfg.dtype,
         }
         width, kv_width = share.heads * cfg.head_dim, share.kv_heads * cfg.head_dim
-        scheme = cfg.scheme(f"{name}.o_proj")
+        scheme = alone(cfg.scheme(f"{name}.o_proj"), cfg.hidden, width)
         out = ops.Linear(columns=width, rows=cfg.hidden, x=form, scheme=scheme, dtype=cfg.dtype, world=world)
         self.o_proj = rt.bind(out, f"{name}.o_proj", fed=True)
         self.core = rt.bind_group(
@@ -119,7 +124,13 @@ class Attention:
             ),
         )
         parts = tuple(
-            Projection(part, rows, "qkv", by_rows(cfg.scheme(f"{name}.{part}_proj")), copies)
+            Projection(
+                part,
+                rows,
+                "qkv",
+                held(cfg.scheme(f"{name}.{part}_proj"), 2 * width, kv_width, columns=cfg.hidden),
+                copies,
+            )
             for part, rows, copies in (
                 ("q", 2 * width, 1),
                 ("k", kv_width, share.copies),
@@ -137,9 +148,14 @@ class Attention:
         return self.o_proj(core(q, gate, state, batch)), residual
 
 
-def by_rows(scheme: Scheme | None) -> Scheme | None:
-    """The scheme as parts that lie side by side are held."""
-    return scheme.by_rows() if scheme else None
+def held(scheme: Scheme | None, *rows: int, columns: int) -> Scheme | None:
+    """The scheme of parts with these local rows that lie side by side."""
+    return scheme.by_rows().within(*rows, columns=columns) if scheme else None
+
+
+def alone(scheme: Scheme | None, rows: int, columns: int) -> Scheme | None:
+    """The scheme of one part that lies by itself."""
+    return scheme.within(rows, columns=columns) if scheme else None
 
 
 def one_scheme(cfg: Config, modules: Iterable[str]) -> Scheme | None:
@@ -160,15 +176,26 @@ def feed_forward(cfg: Config, share: Shares, name: str) -> ops.GatedMLP | ops.Mo
         "eps": cfg.eps,
     }
     if not cfg.experts:
-        gate_up = by_rows(one_scheme(cfg, (f"{name}.{part}_proj" for part in ("gate", "up"))))
-        return ops.GatedMLP(**sizes, gate_up=gate_up, down=cfg.scheme(f"{name}.down_proj"), world=share.world)
+        wide = one_scheme(cfg, (f"{name}.{part}_proj" for part in ("gate", "up")))
+        return ops.GatedMLP(
+            **sizes, world=share.world,
+            gate_up=held(wide, share.intermediate, columns=cfg.hidden),
+            down=alone(cfg.scheme(f"{name}.down_proj"), cfg.hidden, share.intermediate),
+        )  # fmt: skip
     matrices = ("gate_proj", "up_proj", "down_proj")
     routed = one_scheme(cfg, (f"{name}.experts.{e}.{matrix}" for e in range(cfg.experts) for matrix in matrices))
     shared = one_scheme(cfg, (f"{name}.shared_expert.{matrix}" for matrix in matrices))
     return ops.MoE(
         **sizes, experts=cfg.experts, top_k=cfg.top_k, shared_intermediate=share.shared,
-        routed=by_rows(routed), shared=by_rows(shared), world=share.world,
+        routed=_both(routed, cfg.hidden, share.intermediate), shared=_both(shared, cfg.hidden, share.shared),
+        world=share.world,
     )  # fmt: skip
+
+
+def _both(scheme: Scheme | None, hidden: int, intermediate: int) -> Scheme | None:
+    """The scheme of gate and up, and of down, whose sides are the same two."""
+    side = gcd(hidden, intermediate)
+    return held(scheme, side, columns=side)
 
 
 class Layer:
@@ -195,7 +222,7 @@ class Qwen35:
         self.shares = share = Shares(cfg, rt.world)
         self.embed = rt.bind(ops.Embed(vocab=share.vocab, hidden=cfg.hidden, dtype=cfg.dtype, world=rt.world), "embed")
         self.layers = [Layer(cfg, share, rt, i) for i in range(len(cfg.layers))]
-        scheme = None if cfg.tied else cfg.scheme("lm_head")
+        scheme = None if cfg.tied else alone(cfg.scheme("lm_head"), share.vocab, cfg.hidden)
         sizes: dict[str, Any] = {"hidden": cfg.hidden, "dtype": cfg.dtype, "world": rt.world}
         self.head = rt.bind(
             ops.Head(**sizes, vocab=share.vocab, eps=cfg.eps, scheme=scheme),

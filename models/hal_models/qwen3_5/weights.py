@@ -41,6 +41,7 @@ class Target:
     at: int | None = None  # an entry of the part's first axis (an expert)
     section: int | None = None  # a section of the part's shard axis
     scale: bool = False  # may be written in other shapes, and is a number above or at zero
+    spread: tuple[int, int] = (1, 1)  # scales that one of the file's becomes, along rows and columns
 
     def params(self) -> list[Param]:
         found = {p.name: p for op in self.group.members.values() for p in op.params()}
@@ -143,15 +144,24 @@ def _tensors(cfg: Config, weight: str, target: Target) -> Names:
     module = weight.removesuffix(".weight")
     names = cfg.quantization.names
     yield (f"{module}.{names.weight}" if dot == "." else weight), target
-    yield (
-        f"{module}{dot}{names.scale if dot == '.' else names.scale.removeprefix('weight_')}",
-        replace(target, parts=scales, scale=True),
-    )
+    scale = names.scale if dot == "." else names.scale.removeprefix("weight_")
+    spread = _spread(cfg, module, known[target.parts[0]], known[scales[0]])
+    yield f"{module}{dot}{scale}", replace(target, parts=scales, scale=True, spread=spread)
     if (fixed := input_scale(known[target.parts[0]].memory)) in known:
         yield f"{module}{dot}{names.input_scale}", Target(target.group, (fixed,), scale=True)
 
 
 Names = Iterator[tuple[str, Target]]
+
+
+def _spread(cfg: Config, module: str, weight: Param, scale: Param) -> tuple[int, int]:
+    """Scales that one of the file's becomes: a share has smaller blocks where the file's do not divide it."""
+    # experts in one tensor are quantized as each of them is
+    scheme = cfg.scheme(module) or cfg.scheme(f"{module.rpartition('.')[0]}.0.gate_proj")
+    if scheme is None or scheme.weight.scale.block is None:
+        return 1, 1
+    (rows, columns), block = weight.shape[-2:], scheme.weight.scale.block
+    return block[0] * scale.shape[-2] // rows, block[1] * scale.shape[-1] // (columns * scheme.weight.packs)
 
 
 def _linear(mixer: GatedDeltaNet, group: Callable[[Any], Group]) -> Names:
@@ -224,7 +234,7 @@ def _put(model: Qwen35, files: Files, name: str, target: Target) -> None:
     flat = (shape[0], shape[2]) if len(shape) == 3 and shape[1] == 1 and len(params[0].shape) == 2 else shape
     whole = [_whole(p, target, world) for p in params]
     expected = (sum(s[0] for s in whole), *whole[0][1:])
-    scales = _scales(files, name, expected) if target.scale else None
+    scales = _scales(files, name, expected, target.spread) if target.scale else None
     if flat != expected and scales is None:
         raise CheckpointError(f"{files.folder}: {name}: expected {list(expected)}, got {list(shape)}")
     row = 0
@@ -245,24 +255,32 @@ def _put(model: Qwen35, files: Files, name: str, target: Target) -> None:
         row += size[0]
 
 
-def _scales(files: Files, name: str, expected: tuple[int, ...]) -> torch.Tensor:
-    """Scales in the shape that the parts have; files write ``[n]``, ``[n, 1]``, or one for all as ``[1]`` or ``[]``."""
+def _scales(files: Files, name: str, expected: tuple[int, ...], spread: tuple[int, int]) -> torch.Tensor:
+    """Scales in the shape that the parts have.
+
+    Files write those of rows as ``[n]``, ``[n, 1]``, or one for all as ``[1]`` or ``[]``; those of blocks
+    are repeated for the smaller blocks of a share.
+    """
     import torch
 
     shape, found = files.shape(name), files.read(name)
-    if found.is_floating_point() and not bool((torch.isfinite(found.float()) & (found.float() >= 0)).all()):
-        raise CheckpointError(f"{files.folder}: {name}: expected numbers of 0 or more, got {_odd(found)}")
+    if found.dtype == torch.float8_e8m0fnu:  # the same bytes under another name
+        found = found.view(torch.uint8)
+    odd = found == 255 if found.dtype == torch.uint8 else ~(torch.isfinite(found.float()) & (found.float() >= 0))
+    if odd.any():
+        first = found[odd].flatten()[0].float().item()
+        raise CheckpointError(f"{files.folder}: {name}: expected scales that are numbers of 0 or more, got {first:g}")
+    if len(expected) > 1:
+        whole = tuple(-(-size // times) for size, times in zip(expected, spread, strict=True))
+        if shape != whole:
+            raise CheckpointError(f"{files.folder}: {name}: expected {list(whole)}, got {list(shape)}")
+        found = found.repeat_interleave(spread[0], 0).repeat_interleave(spread[1], 1)
+        return found[tuple(slice(size) for size in expected)]
     if found.numel() == 1:
-        return found.reshape((1,) * len(expected)).expand(expected)
+        return found.reshape(1).expand(expected)
     if shape not in (expected, (*expected, 1)):
         raise CheckpointError(f"{files.folder}: {name}: expected {list(expected)}, got {list(shape)}")
     return found.reshape(expected)
-
-
-def _odd(scales: torch.Tensor) -> float:
-    """The first that is no number of 0 or more."""
-    numbers: list[float] = scales.float().flatten().tolist()
-    return next(value for value in numbers if not 0 <= value < float("inf"))
 
 
 def _whole(param: Param, target: Target, world: int) -> tuple[int, ...]:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hal.formats import Encoded, Quantized
+from hal.formats import Encoded
 from hal.kernel import Site
 from hal.layout import Packed, Separate
-from hal.ops.formulas import decode, spread
+from hal.ops.formulas import decode, real
 
 Call = Callable[..., Any]
 Pair = tuple[tuple[Tensor, ...], Tensor]
@@ -66,19 +66,14 @@ def linear(site: Site) -> Call:
     return lambda x: torch.nn.functional.linear(x, weight)
 
 
-def widened(weight: Tensor, scale: Tensor, form: Quantized) -> Tensor:
-    """The real values of a weight ``[..., rows, columns]``, in float32."""
-    return weight.float() * spread(scale.float(), form.scale, *weight.shape[-2:])
-
-
 def linear_quantized(site: Site) -> Call:
     """Real values of both factors, in float32."""
     scheme, weight, scale = site.op.scheme, site.weight("weight", Packed()), site.weight("weight_scale")
     out = getattr(torch, site.op.dtype)
 
     def run(x: Encoded) -> Tensor:
-        real = decode(x, torch.float32, scheme.activations.scale)
-        return torch.nn.functional.linear(real, widened(weight, scale, scheme.weight)).to(out)
+        factors = decode(x, scheme.activations, torch.float32), real(weight, scale, scheme.weight, torch.float32)
+        return torch.nn.functional.linear(*factors).to(out)
 
     return run
 
@@ -86,4 +81,4 @@ def linear_quantized(site: Site) -> Call:
 def linear_widened(site: Site) -> Call:
     """The weight in float32 at each call."""
     form, weight, scale = site.op.weight, site.weight("weight", Packed()), site.weight("weight_scale")
-    return lambda x: torch.nn.functional.linear(x.float(), widened(weight, scale, form)).to(x.dtype)
+    return lambda x: torch.nn.functional.linear(x.float(), real(weight, scale, form, torch.float32)).to(x.dtype)

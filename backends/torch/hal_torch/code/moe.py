@@ -12,8 +12,7 @@ from torch.nn.functional import linear, silu
 from hal.formats import Scheme
 from hal.kernel import Site
 from hal.layout import Packed
-from hal.ops.formulas import decode, encode
-from hal_torch.code.linear import widened
+from hal.ops.formulas import decode, encode, real
 
 Call = Callable[..., Any]
 
@@ -110,8 +109,11 @@ class _Rounded:
         weight, scale = self.weights[half], self.scales[half]
         if expert is not None:
             weight, scale = weight[expert], None if scale is None else scale[expert]
-        real = weight.float() if self.form is None or scale is None else widened(weight, scale, self.form)
+        if self.form is None or scale is None:
+            wide_weight = weight.float()
+        else:
+            wide_weight = real(weight, scale, self.form, torch.float32)
         wide, form = x.float(), self.scheme.activations if self.scheme else None
         if form is not None:
-            wide = decode(encode(wide, form, self.inputs[half]), torch.float32, form.scale)
-        return linear(wide, real)
+            wide = decode(encode(wide, form, self.inputs[half]), form, torch.float32)
+        return linear(wide, wide_weight)
