@@ -4,7 +4,7 @@ from hal.backend import Backend
 
 backend = Backend(
     "cuda",
-    declarations=("hal_cuda.linear", "hal_cuda.few_rows", "hal_cuda.gated_delta", "hal_cuda.flashinfer"),
+    declarations=tuple(f"hal_cuda.{name}" for name in ("linear", "few_rows", "scaled", "gated_delta", "flashinfer")),
     probe="hal_cuda.probe:probe",
     capture="hal_triton.graphs:capture",
     place="cuda:0",
