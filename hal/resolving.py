@@ -25,6 +25,7 @@ from hal.registry import Registry
 from hal.requirement import Reason
 
 Layouts = Mapping[str, Layout]
+MADE_SHOWN = 4  # formats of a kernel that a reason lists
 
 
 @dataclass(frozen=True)
@@ -381,7 +382,9 @@ class _Missing(Exception):  # noqa: N818 - a signal, not an error
 
 
 def _edge(side: str, able: Sequence[Made], form: Made | None) -> Reason:
-    shown = " or ".join(map(_made, able)) or "nothing"
+    shown = " or ".join(map(_made, able[:MADE_SHOWN])) or "nothing"
+    if (more := len(able) - MADE_SHOWN) > 0:
+        shown += f" or {more} more"
     return Reason("edge", f"{'takes' if side == 'x' else 'makes'} {shown}; the edge is {_made(form)}")
 
 

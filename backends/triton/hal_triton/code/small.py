@@ -10,12 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hal.formats import Encoded, Quantized
+from hal.formats import Encoded, Format, Quantized
 from hal.kernel import Site
 from hal_triton.code.parts import begin
 from hal_triton.needs import launched
 
 Call = Callable[..., Any]
+ALL = 1 << 30  # more columns than any row has
 
 
 @triton.jit
@@ -34,9 +35,23 @@ def written(value, scale_ptr, limit, dtype: tl.constexpr, kind: tl.constexpr, EN
 
 
 @triton.jit
+def grouped(value, scale_ptr, limit, first, GROUPS: tl.constexpr, kind: tl.constexpr, SIZE: tl.constexpr,
+            BLOCK: tl.constexpr):  # fmt: skip
+    """Codes of ``value [BLOCK]``, groups of SIZE with a scale each, which is written from place ``first`` on."""
+    apart = tl.reshape(value, (BLOCK // SIZE, SIZE))
+    most = tl.max(tl.abs(apart), 1)
+    scale = tl.maximum(tl.div_rn(most, tl.zeros_like(most) + limit), 1.1754943508222875e-38)
+    group = first + tl.arange(0, BLOCK // SIZE)
+    tl.store(scale_ptr + group, scale, mask=group < GROUPS)
+    narrow = tl.div_rn(apart, tl.broadcast_to(scale[:, None], (BLOCK // SIZE, SIZE)))
+    narrow = tl.where(narrow > limit, limit, tl.where(narrow < -limit, -limit, narrow))
+    return tl.reshape(narrow.to(kind), (BLOCK,))
+
+
+@triton.jit
 def silu_mul_kernel(
     x_ptr, out_ptr, scale_ptr, x_row, limit,
-    COLUMNS: tl.constexpr, ENCODE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, ENCODE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -45,20 +60,35 @@ def silu_mul_kernel(
     gate = tl.load(x_ptr + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * x_row + COLUMNS + column, mask=inside, other=0.0).to(tl.float32)
     value = gate * tl.sigmoid(gate) * up
-    value = written(value, scale_ptr, limit, x_ptr.dtype.element_ty, out_ptr.dtype.element_ty, ENCODE)
+    if SIZE:
+        value = value.to(x_ptr.dtype.element_ty).to(tl.float32)
+        each: tl.constexpr = SIZE if SIZE < BLOCK else BLOCK
+        groups: tl.constexpr = (COLUMNS + SIZE - 1) // SIZE
+        first = tl.program_id(1) * (BLOCK // each)
+        value = grouped(value, scale_ptr + row * groups, limit, first, groups, out_ptr.dtype.element_ty, each, BLOCK)
+    else:
+        value = written(value, scale_ptr, limit, x_ptr.dtype.element_ty, out_ptr.dtype.element_ty, ENCODE)
     tl.store(out_ptr + row * COLUMNS + column, value, mask=inside)
 
 
 @triton.jit
 def quantize_kernel(
-    x_ptr, out_ptr, scale_ptr, x_row, limit, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    x_ptr, out_ptr, scale_ptr, x_row, limit,
+    COLUMNS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < COLUMNS
     x = tl.load(x_ptr + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * COLUMNS + column, encoded(x, scale_ptr, limit, out_ptr.dtype.element_ty), mask=inside)
+    if SIZE:
+        each: tl.constexpr = SIZE if SIZE < BLOCK else BLOCK
+        groups: tl.constexpr = (COLUMNS + SIZE - 1) // SIZE
+        first = tl.program_id(1) * (BLOCK // each)
+        value = grouped(x, scale_ptr + row * groups, limit, first, groups, out_ptr.dtype.element_ty, each, BLOCK)
+    else:
+        value = encoded(x, scale_ptr, limit, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * COLUMNS + column, value, mask=inside)
 
 
 @triton.jit
@@ -125,15 +155,22 @@ def first_kernel(best_ptr, out_ptr, PIECES: tl.constexpr, BLOCK: tl.constexpr, P
 class Output:
     """Where a kernel writes: an empty tensor of the edge's format, and what encoding takes."""
 
-    def __init__(self, site: Site, like: Tensor) -> None:
-        form = site.op.out
-        self.encode = isinstance(form, Quantized)
-        self.limit = form.limit if self.encode else 0.0
-        self.kind = getattr(torch, form.value if self.encode else site.op.dtype)
+    def __init__(self, site: Site, like: Tensor, form: Format | None = None, side: str = "out") -> None:
+        form = form or site.op.out
+        self.form, self.encode = form, isinstance(form, Quantized)
+        self.limit = form.limit if isinstance(form, Quantized) else 0.0
+        self.kind = getattr(torch, form.value if isinstance(form, Quantized) else site.op.dtype)
+        dynamic = isinstance(form, Quantized) and not form.scale.static
         # never read where nothing is encoded
-        self.scale = site.scales["out"] if self.encode else like
+        self.scale = like if dynamic or not self.encode else site.scales[side]
+        self.dynamic = dynamic
+        self.size = 0  # columns that share a scale made here
 
     def empty(self, rows: int, columns: int, place: torch.device) -> Tensor:
+        if self.dynamic and isinstance(self.form, Quantized):
+            block = self.form.scale.block
+            self.size = block[1] if block else ALL
+            self.scale = torch.empty(self.form.scale.shape(rows, columns), dtype=torch.float32, device=place)
         return torch.empty((rows, columns), dtype=self.kind, device=place)
 
     def edge(self, value: Tensor) -> Tensor | Encoded:
@@ -149,7 +186,7 @@ def silu_mul(site: Site) -> Call:
         if rows:
             silu_mul_kernel[(rows, triton.cdiv(columns, block))](
                 x, out, output.scale, x.stride(0), output.limit,
-                COLUMNS=columns, ENCODE=output.encode, **launched(site.settings),
+                COLUMNS=columns, ENCODE=output.encode, SIZE=output.size, **launched(site.settings),
             )  # fmt: skip
         return output.edge(out)
 
@@ -164,8 +201,9 @@ def quantize(site: Site) -> Call:
         out = output.empty(rows, columns, x.device)
         if rows:
             quantize_kernel[(rows, triton.cdiv(columns, block))](
-                x, out, output.scale, x.stride(0), output.limit, COLUMNS=columns, **launched(site.settings)
-            )
+                x, out, output.scale, x.stride(0), output.limit,
+                COLUMNS=columns, SIZE=output.size, **launched(site.settings),
+            )  # fmt: skip
         return output.edge(out)
 
     return run
