@@ -10,15 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Pretend, Tensors, config, parts, save, tensors
+from checkpoints import Pretend, Tensors, config, parts, per_expert, save, tensors
 from dequantized import Emulated
 from facts import runtime
 from hal_models.commands.loading import SHIPPED
+from hal_models.dialects import written as written_as
+from hal_models.encoding import encoded
 from hal_models.engine import score
+from hal_models.quantization import Quantization, recipe
 from hal_models.qwen3_5.config import configure
 from hal_models.qwen3_5.model import Qwen35
 from hal_models.qwen3_5.weights import load
 from hal_models.tasks import lines
+from hal_models.writing import PROJECTION
 from safetensors.torch import load_file, save_file
 
 from hal.cli import main
@@ -221,6 +225,37 @@ def test_each_rank_holds_its_rows_and_their_scales(world: int, tmp_path: Path) -
         assert torch.equal(rank[name], whole[name][first * kept : (first + 1) * kept])
 
 
+def static(name: str, out: Path) -> Path:
+    """A shipped checkpoint with one scale for each matrix and a fixed one for each input, as ModelOpt writes it."""
+    rules = recipe("fp8_tensor")
+    named: Tensors = {}
+    plain: list[str] = []
+    for file, tensor in per_expert(load_file(SHIPPED / name / "model.safetensors")).items():
+        module = file.removesuffix(".weight")
+        scheme = Quantization("", rules).scheme(module) if PROJECTION.match(file) else None
+        if scheme is None:
+            named[file] = tensor
+            plain += [module] if PROJECTION.match(file) else []
+            continue
+        named[file], named[f"{module}.weight_scale"] = encoded(tensor, scheme.weight)
+        named[f"{module}.input_scale"] = torch.tensor(0.05)
+    cfg = json.loads((SHIPPED / name / "config.json").read_text())
+    return save(out, cfg | {"quantization_config": written_as("modelopt", rules, plain)}, named)
+
+
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_one_scale_for_a_matrix_and_a_fixed_one_for_its_input(name: str, tmp_path: Path) -> None:
+    folder = static(name, tmp_path / "static")
+    agrees(folder)
+    scale = "model.layers.0.linear_attn.in_proj_z.input_scale"
+    refused(changed(folder, tmp_path / "less", **{scale: None}), f"tensors missing: {scale}")
+    other = changed(folder, tmp_path / "other", **{scale: torch.tensor(0.06)})
+    refused(other, scale.replace("_z", "_qkv"), scale, "the scale of the same input")
+    if name == "dense":
+        stray = "model.layers.0.linear_attn.in_proj_a.input_scale"
+        built(changed(folder, tmp_path / "stray", **{stray: torch.tensor(1.0)}))  # left out, with a note
+
+
 def values(built_: Qwen35, site: str, part: str) -> torch.Tensor:
     """The real values of a part of a group."""
     group = next(g for g in built_.runtime.groups if g.name == site)
@@ -263,6 +298,7 @@ def test_what_cannot_be_quantized_says_so(tmp_path: Path, capsys: pytest.Capture
     assert "unknown dialect 'quack'" in says(
         "tiny-dense", "--scheme", "fp8_channel", "--dialect", "quack", "--out", new
     )
+    assert "needs calibration" in says("tiny-dense", "--scheme", "fp8_tensor", "--out", new)
     again = str(written["dense", "fp8_channel"])
     assert "is quantized already" in says(again, "--scheme", "fp8_channel", "--out", new)
     assert list(tmp_path.iterdir()) == []

@@ -36,6 +36,9 @@ def quantize(
     Experts in one tensor become modules of their own, as all dialects have them. Errors:
     CheckpointError for a checkpoint that is quantized already, UnknownName for a dialect.
     """
+    fixed = [str(r.scheme) for r in rules if r.scheme and r.scheme.activations and r.scheme.activations.scale.static]
+    if fixed:
+        raise CheckpointError(f"{folder}: {fixed[0]} fixes the scale of inputs, which needs calibration; not done here")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if config.get("quantization_config") or (folder / "hf_quant_config.json").exists():
         raise CheckpointError(f"{folder}: is quantized already; expected a checkpoint in bfloat16")
