@@ -148,7 +148,9 @@ def _scales(op: Op[..., Any], place: str) -> dict[str, Any]:
 def _normal(shape: tuple[int, ...], kind: str, place: str, mean: float = 0.0, deviation: float = 1.0) -> torch.Tensor:
     import torch
 
-    return torch.empty(shape, device=place).normal_(mean, deviation, generator=_random(place)).to(getattr(torch, kind))
+    made = torch.empty(shape, device=place).normal_(mean, deviation, generator=_random(place))
+    # bytes of packed codes, or powers of two
+    return (made.round().clamp(0, 254) if kind == "uint8" else made).to(getattr(torch, kind))
 
 
 @cache
@@ -168,8 +170,7 @@ def _arguments(op: Op[..., Any], rows: int, place: str, params: Mapping[str, Any
 
     def one(arg: Arg) -> Any:
         if isinstance(arg.format, Quantized):
-            scale = params.get("input_scale")
-            return encode(torch.empty(shape(arg), device=place).normal_(), arg.format, scale)
+            return encode(_normal(shape(arg), "float32", place), arg.format, params.get("input_scale"))
         if arg.format.dtype.startswith("int"):
             kind = getattr(torch, arg.format.dtype)
             most = getattr(op, "vocab", 8)

@@ -22,6 +22,10 @@ def fill(model: Any, seed: int = 0) -> None:
             for part in storage.parts:
                 mean, deviation = params[part.name].init
                 kind = getattr(torch, part.dtype)
-                made = torch.empty(part.shape, dtype=kind, device=place)
-                storage.put(part.name, made.normal_(mean, min(deviation, 1.0), generator=generator))
+                narrow = kind.itemsize == 1
+                made = torch.empty(part.shape, dtype=torch.float32 if narrow else kind, device=place)
+                made.normal_(mean, deviation if narrow else min(deviation, 1.0), generator=generator)
+                if kind == torch.uint8:
+                    made.round_().clamp_(0, 254)
+                storage.put(part.name, made.to(kind))
     runtime.seal()
