@@ -91,17 +91,17 @@ def block_amax(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     return blocks.amax((1, 3))
 
 
-def power_scale(most: torch.Tensor, rule: Literal["aiter", "ocp"] = "aiter") -> torch.Tensor:
+def power_scale(most: torch.Tensor, rule: Literal["rounded", "ocp"] = "rounded") -> torch.Tensor:
     """Bytes of e8m0 for blocks of e2m1 whose largest magnitudes are ``most``: 2^(byte - 127).
 
-    ``aiter``: floor(log2((bits(most) + 0x200000) & 0xFF800000)) - 2 on float32, so that what would
+    ``rounded``: floor(log2((bits(most) + 0x200000) & 0xFF800000)) - 2 on float32, so that what would
     saturate goes to the next power. ``ocp``: floor(log2(most)) - 2, where values up to 8 of the scale
     saturate at 6. Both clamped to 0..254; zeros give byte 0.
     """
     import torch
 
     bits = most.float().contiguous().view(torch.int32)
-    if rule == "aiter":
+    if rule == "rounded":
         bits = bits + 0x200000
     return ((bits >> 23 & 0xFF) - 2).clamp(0, 254).to(torch.uint8)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def encoded(weight: torch.Tensor, form: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes ``[rows, columns]``, packed where two fit a byte, and scales: ``[rows, 1]``, ``[]``, or of each block.
 
-    A scale is ``max |w| / limit`` of what it covers, in float32, or a power of two by aiter's rule;
+    A scale is ``max |w| / limit`` of what it covers, in float32, or a power of two, as ``power_scale`` rounds it;
     codes are rounded to nearest even.
     """
     rows, columns = weight.shape
