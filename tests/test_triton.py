@@ -112,7 +112,8 @@ def test_a_frequency_in_fixed_point_is_within_float64_of_the_true_one() -> None:
 
 
 def test_no_kernel_here_is_unknown_to_the_registry() -> None:
-    used = {launch.function for entry in found(hal.load_device("h200")) for launch in entry.launches}
+    devices = [hal.load_device(name) for name in ("h200", "mi300x")]
+    used = {launch.function for device in devices for entry in found(device) for launch in entry.launches}
     package = import_module("hal_triton.code")
     for module in iter_modules(package.__path__, "hal_triton.code."):
         for value in vars(import_module(module.name)).values():
