@@ -17,6 +17,7 @@ from hal.ops import (
     AllReduce,
     AttentionDecode,
     AttentionPrefill,
+    AttentionVerify,
     CausalConv,
     GatedDeltaDecode,
     GatedDeltaPrefill,
@@ -52,7 +53,7 @@ MAKERS = (RMSNorm, AddRMSNorm, GatedRMSNorm, SiluMul, NormGateUp, GatedDeltaPref
 @kernel(
     "composed.then_quantize",
     code=f"{CODE}:then_quantize",
-    serves=(*MAKERS, AttentionPrefill, AttentionDecode),
+    serves=(*MAKERS, AttentionPrefill, AttentionDecode, AttentionVerify),
 )
 class ThenQuantize(Composed):
     """The op in its own dtype, then Quantize: for edges whose format no kernel makes in one go."""

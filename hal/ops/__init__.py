@@ -14,15 +14,15 @@ from hal.ops.gated_delta import (
     GatedDeltaDecode,
     GatedDeltaPrefill,
     GatedDeltaUpdate,
-    GatedDeltaVerify,
 )
 from hal.ops.linear import Gemm, InProj, Linear, NormLinear, Projection
 from hal.ops.move import AllGather, AllReduce, Copy, Quantize
 from hal.ops.norm import AddRMSNorm, GatedRMSNorm, RMSNorm
+from hal.ops.verification import Accept, AttentionVerify, GatedDeltaVerify
 
 COARSE: tuple[type[Op[..., Any]], ...] = (
     Embed, InProj, GatedDeltaPrefill, GatedDeltaDecode, GatedDeltaVerify, Linear, NormLinear,
-    QKNormRope, AttentionPrefill, AttentionDecode, GatedMLP, MoE, Head, Sample,
+    QKNormRope, AttentionPrefill, AttentionDecode, AttentionVerify, GatedMLP, MoE, Head, Sample, Accept,
 )  # fmt: skip
 FINE: tuple[type[Op[..., Any]], ...] = (
     AllReduce, AllGather, RMSNorm, AddRMSNorm, Quantize, ArgMax, Gemm, NormGateUp, SiluMul, CausalConv,
@@ -40,12 +40,14 @@ def op_class(name: str) -> type[Op[..., Any]]:
 
 
 __all__ = [
+    "Accept",
     "AddRMSNorm",
     "AllGather",
     "AllReduce",
     "ArgMax",
     "AttentionDecode",
     "AttentionPrefill",
+    "AttentionVerify",
     "COARSE",
     "CausalConv",
     "Copy",
