@@ -6,7 +6,7 @@ import random
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from itertools import chain
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 from hal.errors import HalError
@@ -108,6 +108,14 @@ class Batch:
 
         tensors = {f.name: moved(getattr(self, f.name)) for f in fields(self) if f.name != "plans"}
         return Batch(**tensors)
+
+    def refresh(self) -> None:
+        """Make the host's numbers again from tensors that the device moved on; waits for it."""
+        starts, slots, contexts, accepted = (
+            tuple(x.tolist()) for x in (self.cu_seqlens, self.slots, self.contexts, self.accepted)
+        )
+        lengths = tuple(b - a for a, b in pairwise(starts))
+        self.host = Host(lengths, contexts, slots, accepted, self.host.greedy)
 
     def planned(self, key: object) -> Any:
         """What a kernel's plan made of this batch; ``Runtime.begin`` must have run."""

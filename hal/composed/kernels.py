@@ -19,6 +19,7 @@ from hal.ops import (
     AttentionPrefill,
     AttentionVerify,
     CausalConv,
+    DraftIn,
     GatedDeltaDecode,
     GatedDeltaPrefill,
     GatedDeltaUpdate,
@@ -159,6 +160,29 @@ class ComposedGatedMLP(Composed, Kernel[GatedMLP]):
             "gate_up": Part(NormGateUp(**sizes, out=Tensor(op.dtype)), feeds="down"),
             "down": _gemm(op, op.hidden, op.intermediate, "down"),
         }
+
+
+@kernel("composed.draft_in", code=f"{CODE}:draft_in")
+class ComposedDraftIn(Composed, Kernel[DraftIn]):
+    """AllReduce where there are several ranks, RMSNorm twice, rows side by side, Gemm of this rank's columns."""
+
+    launches = 1
+
+    def refuses(self, op: DraftIn, device: Device) -> Reason | None:
+        if 2 * op.hidden % op.world:
+            return Reason("rank", f"needs {2 * op.hidden} columns divided by the ranks; there are {op.world}")
+        return None
+
+    def parts(self, op: DraftIn) -> Mapping[str, Part]:
+        norm = RMSNorm(hidden=op.hidden, eps=op.eps, dtype=op.dtype, out=Tensor(op.dtype))
+        found: dict[str, Part] = {
+            "token": Part(norm, {"norm": "token_norm"}),
+            "hidden": Part(norm, {"norm": "hidden_norm"}),
+            "gemm": _gemm(op, op.hidden, op.columns),
+        }
+        if op.world > 1:
+            found["reduce"] = Part(AllReduce(columns=op.hidden, dtype=op.dtype, world=op.world))
+        return found
 
 
 @kernel("composed.head", code=f"{CODE}:head")

@@ -7,6 +7,7 @@ from typing import Any
 from hal.errors import UnknownName
 from hal.ops.attention import AttentionDecode, AttentionPrefill, QKNormRope
 from hal.ops.base import Op
+from hal.ops.drafts import Accept, AttentionVerify, DraftIn, GatedDeltaVerify
 from hal.ops.ends import ArgMax, Embed, Head, Sample
 from hal.ops.feed_forward import GatedMLP, MoE, NormGateUp, SiluMul
 from hal.ops.gated_delta import (
@@ -18,11 +19,11 @@ from hal.ops.gated_delta import (
 from hal.ops.linear import Gemm, InProj, Linear, NormLinear, Projection
 from hal.ops.move import AllGather, AllReduce, Copy, Quantize
 from hal.ops.norm import AddRMSNorm, GatedRMSNorm, RMSNorm
-from hal.ops.verification import Accept, AttentionVerify, GatedDeltaVerify
 
 COARSE: tuple[type[Op[..., Any]], ...] = (
     Embed, InProj, GatedDeltaPrefill, GatedDeltaDecode, GatedDeltaVerify, Linear, NormLinear,
-    QKNormRope, AttentionPrefill, AttentionDecode, AttentionVerify, GatedMLP, MoE, Head, Sample, Accept,
+    QKNormRope, AttentionPrefill, AttentionDecode, AttentionVerify, GatedMLP, MoE, Head, Sample, DraftIn,
+    Accept,
 )  # fmt: skip
 FINE: tuple[type[Op[..., Any]], ...] = (
     AllReduce, AllGather, RMSNorm, AddRMSNorm, Quantize, ArgMax, Gemm, NormGateUp, SiluMul, CausalConv,
@@ -51,6 +52,7 @@ __all__ = [
     "COARSE",
     "CausalConv",
     "Copy",
+    "DraftIn",
     "Embed",
     "FINE",
     "GatedDeltaDecode",

@@ -9,7 +9,7 @@ backend = Backend(
         "hal_torch.small",
         "hal_torch.mixers",
         "hal_torch.layers",
-        "hal_torch.verification",
+        "hal_torch.drafts",
     ),
     probe="hal_torch.probe:probe",
 )

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 from hal.errors import CheckpointError, StorageError
 from hal.layout import Param
 from hal_models.files import Files
-from hal_models.qwen3_5.model import Attention, GatedDeltaNet, Qwen35
+from hal_models.qwen3_5.model import Attention, GatedDeltaNet, Layer, Qwen35
 
 if TYPE_CHECKING:
     from hal.binding import Group
 
 PREFIXES = ("model.language_model.", "language_model.model.", "model.")
+DRAFTS = ("", "model.", "language_model.", "model.language_model.")
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 SKIPPED = {
     "the draft head": r"(model\.|language_model\.|model\.language_model\.)?mtp\.",
@@ -57,7 +58,7 @@ def load(model: Qwen35, folder: Path, progress: Progress | None = None) -> Loade
     """
     with Files(folder) as files:
         prefix = _prefix(files, folder)
-        wanted = targets(model, files, prefix)
+        wanted = targets(model, files, prefix) | drafting(model, files)
         used: list[str] = []
         left: list[str] = []
         skipped: dict[str, list[str]] = {}
@@ -107,20 +108,43 @@ def targets(model: Qwen35, files: Files, prefix: str) -> dict[str, Target]:
         f"{prefix}norm.weight": Target(group(model.head), ("norm",)),
     }
     for index, layer in enumerate(model.layers):
-        name = f"{prefix}layers.{index}."
-        mixer = layer.mixer
-        names = _linear(mixer, group) if isinstance(mixer, GatedDeltaNet) else _attention(mixer, group)
-        found |= {name + key: target for key, target in names}
-        mlp = group(layer.mlp)
-        found[f"{name}post_attention_layernorm.weight"] = Target(mlp, ("norm",))
-        fused = f"{name}mlp.experts.gate_up_proj" in files
-        names = _experts(mlp, model.cfg.experts, fused) if model.cfg.experts else _dense(mlp)
-        found |= {f"{name}mlp.{key}": target for key, target in names}
+        found |= _layer(model, layer, files, f"{prefix}layers.{index}.")
     if not model.cfg.tied:
         # a second name of the head is a tensor that nothing takes
         name = next((name for name in HEADS if name in files), HEADS[0])
         found[name] = Target(group(model.head), ("weight",))
     return found
+
+
+def drafting(model: Qwen35, files: Files) -> dict[str, Target]:
+    """The same for the draft head, where the model has one. Errors: CheckpointError where the file has none."""
+    if model.mtp is None:
+        return {}
+    prefix = next((p for p in DRAFTS if f"{p}mtp.fc.weight" in files), None)
+    if prefix is None:
+        raise CheckpointError(
+            f"{files.folder}: {model.draft} drafts a step were asked for, and it holds no draft head: no mtp.fc.weight"
+        )
+    group, name = model.runtime.group_of, f"{prefix}mtp."
+    opens, head = group(model.mtp.opens), group(model.mtp.head)
+    return {
+        f"{name}fc.weight": Target(opens, ("weight",)),
+        f"{name}pre_fc_norm_embedding.weight": Target(opens, ("token_norm",)),
+        f"{name}pre_fc_norm_hidden.weight": Target(opens, ("hidden_norm",)),
+        f"{name}norm.weight": Target(head, ("norm",)),
+        **_layer(model, model.mtp.layer, files, f"{name}layers.0."),
+    }
+
+
+def _layer(model: Qwen35, layer: Layer, files: Files, name: str) -> dict[str, Target]:
+    group, mixer = model.runtime.group_of, layer.mixer
+    names = _linear(mixer, group) if isinstance(mixer, GatedDeltaNet) else _attention(mixer, group)
+    found = {name + key: target for key, target in names}
+    mlp = group(layer.mlp)
+    found[f"{name}post_attention_layernorm.weight"] = Target(mlp, ("norm",))
+    fused = f"{name}mlp.experts.gate_up_proj" in files
+    names = _experts(mlp, model.cfg.experts, fused) if model.cfg.experts else _dense(mlp)
+    return found | {f"{name}mlp.{key}": target for key, target in names}
 
 
 Names = Iterator[tuple[str, Target]]

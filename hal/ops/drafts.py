@@ -1,4 +1,4 @@
-"""Verification of drafted tokens: the Gated DeltaNet core, attention, and which drafts stand.
+"""Drafted tokens: how a draft head opens; the target's core and attention over them; which of them stand.
 
 A sequence of T rows is its last token and T - 1 drafts after it. What a core's state becomes is
 known only when the drafts are judged, so it waits: the next step applies the tokens that stand,
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from hal.errors import CheckError
 from hal.formats import STATIC_FP8, Tensor
-from hal.layout import State, Tail
+from hal.layout import Param, State, Tail
 from hal.ops.attention import Attention
 from hal.ops.base import Arg, Case, Op, Outcome, Problem, Signature
 from hal.ops.ends import pick
@@ -26,6 +26,46 @@ if TYPE_CHECKING:
     from hal.batch import Batch
 
 STEP = ((2, 4, 3), (3, 9, 1), (5, 0, 3))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftIn(Op[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]):
+    """Opens a draft head: ``cat(norm(token), norm(hidden)) @ weight.T``; gives partial sums over ranks.
+
+    ``token``: rows of the embedding as Embed gives them, summed over ranks here; ``hidden``: rows after
+    the target's final norm, or the draft head's own. Both norms are Gemma's. The weight is split by columns.
+    """
+
+    hidden: int
+    dtype: str = "bfloat16"
+    eps: float = 1e-6
+    coarse: ClassVar[bool] = True
+
+    @property
+    def columns(self) -> int:
+        """This rank's columns of the weight."""
+        return 2 * self.hidden // self.world
+
+    def signature(self) -> Signature:
+        form, shape = Tensor(self.dtype), ("rows", self.hidden)
+        return Signature((Arg("token", shape, form), Arg("hidden", shape, form)), (Arg("partial", shape, form),))
+
+    def params(self) -> tuple[Param, ...]:
+        norms = (Param(n, (self.hidden,), self.dtype, n, init=(0.0, 0.1)) for n in ("token_norm", "hidden_norm"))
+        init = (0.0, (2 * self.hidden) ** -0.5)
+        return (*norms, Param("weight", (self.hidden, self.columns), self.dtype, shard=1, init=init))
+
+    def reference(self, problem: Problem) -> Outcome:
+        import torch
+
+        pairs = (("token", "token_norm"), ("hidden", "hidden_norm"))
+        x = torch.cat([rms_norm(problem.args[a], problem.params[p], self.eps, 1.0) for a, p in pairs], -1)
+        return (x @ problem.params["weight"].T,), {}
+
+    @classmethod
+    def cases(cls) -> Sequence[Case]:
+        op = cls(hidden=96)
+        return [Case("one row", op, (1,)), Case("rows", op, (9,)), Case("no rows", op, (0,))]
 
 
 @dataclass(frozen=True, kw_only=True)

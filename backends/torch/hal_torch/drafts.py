@@ -1,4 +1,4 @@
-"""Declarations: verification of drafted tokens."""
+"""Declarations: drafted tokens, verified and judged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CODE = "hal_torch.code"
 TORCH = (library("torch", ">=2.9"),)
 
 
-@kernel("torch.verify", code=f"{CODE}.verification:verify")
+@kernel("torch.verify", code=f"{CODE}.drafts:verify")
 class Verify(Kernel[GatedDeltaVerify]):
     """Pending tokens as one product into the state, then all rows of a sequence as one chunk."""
 
@@ -38,7 +38,7 @@ class AttentionFew(Kernel[AttentionVerify]):
     captures = False
 
 
-@kernel("torch.accept", code=f"{CODE}.verification:accept")
+@kernel("torch.accept", code=f"{CODE}.drafts:accept")
 class TorchAccept(Kernel[Accept]):
     """As ``torch.sample`` row by row, then comparisons; where all are greedy, ArgMax picks."""
 
