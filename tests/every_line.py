@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 from hal_models.commands.loading import SHIPPED, loaded
@@ -30,6 +31,8 @@ if __name__ == "__main__":
     for draft in drafts:
         built = loaded(SHIPPED / name, "float32", draft)
         for batch in [int(numbers[1])] if numbers[1:] else [1, 16]:
+            start = time.perf_counter()
             wrong, engine = differing(name, built, batch)
             text = f"{len(wrong)} lines differ{wrong[:9] or ''}, acceptance length {engine.acceptance:.3f}"
+            text += f", {time.perf_counter() - start:.1f} s"
             print(f"{name}, {draft} drafts, batch {batch}: {text}", flush=True)

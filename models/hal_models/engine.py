@@ -64,10 +64,20 @@ class Engine:
     ``chunk``: rows of a prefill step at most. All memory of a sequence is set aside when it
     starts, so nothing that runs is ever turned away. Decode steps are captured graphs where the
     device and all kernels chosen allow it; ``eager`` says why they are not. A model that drafts verifies
-    in each step; ``acceptance`` is how many tokens that gave on average. Not thread-safe.
+    in each step; ``acceptance`` is how many tokens that gave on average, and ``accept``, for timing, how many
+    rows it says stand. Not thread-safe.
     """
 
-    def __init__(self, model: Any, *, slots: int = 8, pages: int = 512, chunk: int = 512, graphs: bool = True) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        slots: int = 8,
+        pages: int = 512,
+        chunk: int = 512,
+        graphs: bool = True,
+        accept: int = 0,
+    ) -> None:
         for name, value in (("slots", slots), ("pages", pages), ("chunk", chunk)):
             if value < 1:
                 raise HalError(f"engine: {name}: expected 1 or more, got {value}")
@@ -81,17 +91,17 @@ class Engine:
         self._count = 0
         self._under_way: tuple[list[_Sequence], Step] | None = None
         self._drafting: tuple[list[_Sequence], DraftStep] | None = None
-        self._verified = self._gained = 0
+        self.verified = self._gained = 0  # sequences in verify steps, and what they gained
         self.eager = self._why_eager(slots) if graphs else "graphs=False"
         context = min(pages * PAGE_SIZE, model.cfg.max_positions)
         sizes = (model, self.state, slots, context, PAGE_SIZE)
-        self.drafted = Drafted(*sizes, graphs=not self.eager) if model.draft else None
+        self.drafted = Drafted(*sizes, graphs=not self.eager, accept=accept) if model.draft else None
         self.captured = None if self.eager or model.draft else Captured(*sizes)
 
     @property
     def acceptance(self) -> float:
         """Tokens that a sequence gained in a verify step, on average: 1 to drafts + 1; 0 where none was."""
-        return self._gained / self._verified if self._verified else 0.0
+        return self._gained / self.verified if self.verified else 0.0
 
     def _why_eager(self, slots: int) -> str:
         runtime = self.model.runtime
@@ -265,7 +275,7 @@ class Engine:
         for sequence, gain in zip(sequences, step.read(), strict=True):
             if sequence.ended:
                 continue
-            self._verified += 1
+            self.verified += 1
             self._gained += gain.accepted
             sequence.done += gain.accepted
             sequence.drafts, sequence.pending = tuple(gain.drafts), gain.accepted
