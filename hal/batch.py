@@ -6,7 +6,7 @@ import random
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from itertools import chain
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 from hal.errors import HalError
@@ -74,8 +74,9 @@ class Batch:
     positions ``[tokens]`` or ``[3, tokens]`` int64, rotary positions; cells ``[tokens]``
     int64, the KV cell ``page * page_size + offset`` of each token, negative for padding;
     page_table ``[sequences, pages]`` int32; padding ``[tokens]`` bool, tokens of no sequence;
-    accepted ``[sequences]`` int32, how many of the last verified tokens stand. Sampling:
-    temperature, top_p, uniform float32 and top_k int32, each ``[sequences]``.
+    accepted ``[sequences]`` int32, how many tokens of the last verify step stand and are not in
+    the state yet: contexts count them. Sampling: temperature, top_p, uniform float32 and top_k
+    int32, each ``[sequences]``; a verify step has a uniform for each of its tokens.
     """
 
     mode: str
@@ -108,6 +109,14 @@ class Batch:
         tensors = {f.name: moved(getattr(self, f.name)) for f in fields(self) if f.name != "plans"}
         return Batch(**tensors)
 
+    def refresh(self) -> None:
+        """Make the host's numbers again from tensors that the device moved on; waits for it."""
+        starts, slots, contexts, accepted = (
+            tuple(x.tolist()) for x in (self.cu_seqlens, self.slots, self.contexts, self.accepted)
+        )
+        lengths = tuple(b - a for a, b in pairwise(starts))
+        self.host = Host(lengths, contexts, slots, accepted, self.host.greedy)
+
     def planned(self, key: object) -> Any:
         """What a kernel's plan made of this batch; ``Runtime.begin`` must have run."""
         try:
@@ -117,8 +126,8 @@ class Batch:
 
     @property
     def may_pad(self) -> bool:
-        """Whether a row may be padding. Of a decode batch the host cannot tell: a graph reads others' slots."""
-        return self.mode == "decode" or any(slot < 0 for slot in self.host.slots)
+        """Whether a row may be padding. The host knows of a prefill alone: graphs read others' slots."""
+        return self.mode != "prefill" or any(slot < 0 for slot in self.host.slots)
 
     @property
     def sequences(self) -> int:
@@ -162,8 +171,13 @@ def _sound(
     _ints("page_size", (page_size,), 1)
     _ints("accepted", accepted)
     _ints("lengths, all together", (sum(lengths),))
-    if mode == "verify" and (over := [pair for pair in zip(accepted, lengths, strict=False) if pair[0] > pair[1]]):
-        raise HalError(f"batch: accepted: expected at most the {over[0][1]} tokens of the sequence, got {over[0][0]}")
+    if mode != "verify" and (waits := [n for n in accepted if n]):
+        raise HalError(
+            f"batch: accepted: {waits[0]} tokens wait to be taken into the state, which a {mode} step does not do; "
+            f"a verify step of no tokens does"
+        )
+    if over := [pair for pair in zip(accepted, contexts, strict=False) if pair[0] > pair[1]]:
+        raise HalError(f"batch: accepted: expected at most the {over[0][1]} tokens before this step, got {over[0][0]}")
 
 
 def make_batch(
@@ -234,5 +248,11 @@ def make_batch(
         temperature=floats([s.temperature for s in picks]),
         top_p=floats([s.top_p for s in picks]),
         top_k=ints([s.top_k for s in picks]),
-        uniform=floats([s.uniform(k) for s, k in zip(picks, kv_lengths, strict=True)]),
+        uniform=floats(
+            [
+                s.uniform(k)
+                for s, c, n in zip(picks, contexts, lengths, strict=True)
+                for k in (range(c + 1, c + n + 1) if mode == "verify" else (c + n,))
+            ]
+        ),
     )

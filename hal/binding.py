@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
@@ -134,12 +134,16 @@ def sound(name: str, members: Mapping[str, Op[..., Any]], fed: bool, consumer: G
             raise BindError(f"{name}: {op.title()} makes {made} columns; {consumer.name} takes {wanted}")
 
 
-def alike(name: str, members: Mapping[str, Op[..., Any]], owner: Group | None) -> set[str]:
-    """Names of the members' memories; BindError where those of one name differ, or nothing is shared."""
+def alike(name: str, members: Mapping[str, Op[..., Any]], owner: Group | None, own: Collection[str] = ()) -> set[str]:
+    """Names of the members' memories but ``own``; BindError where those of one name differ, or nothing is shared."""
+    if unknown := set(own) - {n for op in members.values() for n in op.memories()}:
+        raise BindError(f"{name}: own: expected memories of it, got {', '.join(sorted(unknown))}")
     have = {n: _shape(m) for op in (owner.members if owner else {}).values() for n, m in op.memories().items()}
     found: set[str] = set()
     for op in members.values():
         for memory, parts in op.memories().items():
+            if memory in own:
+                continue
             if have.setdefault(memory, _shape(parts)) != _shape(parts):
                 raise BindError(f"{name}: {memory} is shared as {have[memory]}; {op.title()} has {_shape(parts)}")
             found.add(memory)

@@ -137,7 +137,12 @@ class Packed(Padded):
 
 
 class StateLayout(Layout):
-    """A layout of state: the shape of a pool, and how to pass from and to canonical order."""
+    """A layout of state: the shape of a pool, and how to pass from and to canonical order.
+
+    ``tokens``: the axis of canonical order along which the last tokens lie, oldest first, where there is one.
+    """
+
+    tokens: ClassVar[int | None] = None
 
     def pool_shape(self, state: State, slots: int) -> tuple[int, ...]:
         """Shape of a pool of so many slots."""
@@ -157,6 +162,7 @@ class Shift(StateLayout):
     """Convolution state ``[slots, channels, width - 1]``: the last inputs, oldest first."""
 
     label: ClassVar[str] = "shift"
+    tokens: ClassVar[int | None] = 1
 
 
 @dataclass(frozen=True)
@@ -169,6 +175,7 @@ class Ring(StateLayout):
 
     length: int
     label: ClassVar[str] = "ring"
+    tokens: ClassVar[int | None] = 1
 
     def __str__(self) -> str:
         return f"ring:{self.length}"
@@ -192,6 +199,41 @@ class Ring(StateLayout):
         for slot, length in enumerate(lengths):
             for back in range(1, min(kept, length) + 1):
                 pool[slot, :, (length - back) % self.length] = canonical[slot, :, kept - back]
+
+
+@dataclass(frozen=True)
+class Tail(StateLayout):
+    """What the last tokens left, ``[slots, length, ...]``: that of position p lies at p mod length.
+
+    A step that reads old places and writes others needs as many as both together.
+    """
+
+    length: int
+    label: ClassVar[str] = "tail"
+    tokens: ClassVar[int | None] = 0
+
+    def __str__(self) -> str:
+        return f"tail:{self.length}"
+
+    def reads_as(self, wanted: Layout) -> bool:
+        return isinstance(wanted, Tail) and self.length >= wanted.length
+
+    def pool_shape(self, state: State, slots: int) -> tuple[int, ...]:
+        return (slots, self.length, *state.shape[1:])
+
+    def read(self, pool: torch.Tensor, state: State, lengths: Sequence[int]) -> torch.Tensor:
+        kept = state.shape[0]
+        found = pool.new_zeros((len(lengths), *state.shape))
+        for slot, length in enumerate(lengths):
+            for back in range(1, min(kept, length) + 1):
+                found[slot, kept - back] = pool[slot, (length - back) % self.length]
+        return found
+
+    def write(self, pool: torch.Tensor, canonical: torch.Tensor, state: State, lengths: Sequence[int]) -> None:
+        kept = state.shape[0]
+        for slot, length in enumerate(lengths):
+            for back in range(1, min(kept, length) + 1):
+                pool[slot, (length - back) % self.length] = canonical[slot, kept - back]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -86,14 +86,15 @@ class Runtime:
         fed: bool = False,
         feeds: Bound[..., Any] | None = None,
         shares: Bound[..., Any] | Group | None = None,
+        own: Collection[str] = (),
         scales: Mapping[str, Any] | None = None,
     ) -> Bound[P, R]:
         """A callable for one op. ``fed``: its input's format is open; the op bound with ``feeds`` makes it.
 
-        ``shares``: memory of equal name is the other's, in the layout it has. ``scales``: static
-        scales by side (``out``) where no op of this runtime holds them.
+        ``shares``: memory of equal name is the other's, in the layout it has, except what is its
+        ``own``. ``scales``: static scales by side (``out``) where no op of this runtime holds them.
         """
-        group = self._bind(name, {"op": op}, fed=fed, feeds=feeds, shares=shares, scales=scales)
+        group = self._bind(name, {"op": op}, fed=fed, feeds=feeds, shares=shares, own=own, scales=scales)
         bound: Any = group.bounds["op"]
         return bound  # type: ignore[no-any-return]
 
@@ -124,6 +125,7 @@ class Runtime:
         fed: bool = False,
         feeds: Bound[..., Any] | None = None,
         shares: Bound[..., Any] | Group | None = None,
+        own: Collection[str] = (),
         scales: Mapping[str, Any] | None = None,
     ) -> Group:
         for op in members.values():
@@ -140,7 +142,7 @@ class Runtime:
                 for key, op in members.items()
             }
         owner = self.group_of(shares) if isinstance(shares, Bound) else shares
-        names = alike(name, members, owner)
+        names = alike(name, members, owner, own)
         fixed = {n: layout for n, layout in (owner.layouts if owner else {}).items() if n in names}
         rules = self.policy.at(name)
         found = self.resolver.resolve(tuple(members.values()), rules, fixed=fixed, fed=fed)
@@ -173,7 +175,7 @@ class Runtime:
                 layout = group.layouts[name]
                 if isinstance(memory, State) or name in group.storages:
                     continue
-                if name in shared:
+                if name in shared and name in group.fixed:
                     group.storages[name] = shared[name]
                     continue
                 assert isinstance(layout, ParamLayout)

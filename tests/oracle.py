@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import json
@@ -205,3 +206,55 @@ def nll(model: Model, prompt: bytes, answer: bytes) -> Tensor:
     """Negative log-likelihood of each byte of ``answer`` after ``prompt``, teacher-forced."""
     rows = logits(model, list(prompt + answer)[:-1])[len(prompt) - 1 :]
     return -rows.log_softmax(-1).gather(1, torch.tensor(list(answer))[:, None])[:, 0]
+
+
+class Drafter:
+    """The draft head in plain PyTorch over transformers' own layer, without a cache: every call sees all rows."""
+
+    def __init__(self, folder: Path, model: Model) -> None:
+        from safetensors.torch import load_file
+
+        found = load_file(folder / "model.safetensors")
+        self.model = model
+        self.weights = {name.removeprefix("mtp."): t.float() for name, t in found.items() if name.startswith("mtp.")}
+        layers = model.model.layers
+        at = next(i for i, layer in enumerate(layers) if hasattr(layer, "self_attn"))
+        self.layer = copy.deepcopy(layers[at])
+        own = {n.removeprefix("layers.0."): t for n, t in self.weights.items() if n.startswith("layers.0.")}
+        self.layer.load_state_dict(own, strict=True)
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.model.config.rms_norm_eps)
+        return x * scale * (1 + self.weights[f"{name}.weight"])
+
+    @torch.inference_mode()
+    def __call__(self, ids: list[int], hidden: Tensor) -> tuple[int, Tensor]:
+        """The token after the last of ``ids``, which follow the rows of ``hidden``; and that row after the norm."""
+        count = len(ids)
+        token = self.norm(self.model.model.embed_tokens(torch.tensor(ids)), "pre_fc_norm_embedding")
+        x = torch.cat([token, self.norm(hidden, "pre_fc_norm_hidden")], -1) @ self.weights["fc.weight"].T
+        # a row's position is that of its token
+        positions = torch.arange(1, count + 1)[None]
+        mask = torch.full((count, count), -math.inf).triu(1)[None, None]
+        turned = self.model.model.rotary_emb(x[None], positions.expand(3, 1, count))
+        out = self.layer(x[None], position_embeddings=turned, attention_mask=mask, position_ids=positions)
+        row = self.norm((out[0] if isinstance(out, tuple) else out)[0, -1], "norm")
+        return int(self.model.lm_head(row).argmax()), row
+
+    def gains(self, prompt: list[int], told: list[int], most: int, drafts: int) -> list[int]:
+        """Tokens that each step gains until there are ``most`` of ``told``, the target's text after the prompt."""
+        tokens, found = prompt + told, []
+        with torch.inference_mode():
+            real = self.model.model(input_ids=torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
+        at = len(prompt)  # tokens known, but the last
+        while at + 1 < len(prompt) + most:
+            ids, hidden, gain = tokens[1 : at + 1], real[:at], 1
+            for _ in range(drafts):
+                draft, row = self(ids, hidden)
+                if draft != tokens[at + gain]:
+                    break
+                gain += 1
+                ids, hidden = [*ids, draft], torch.cat([hidden, row[None]])
+            found.append(gain)
+            at += gain
+        return found

@@ -18,10 +18,10 @@ from hal.layout import StateLayout
 SLOT = 2
 
 
-def model_of(folder: Path, dtype: str | None = "float32", comm: Any = None, **policy: Any) -> Qwen35:
+def model_of(folder: Path, dtype: str | None = "float32", comm: Any = None, draft: int = 0, **policy: Any) -> Qwen35:
     """A checkpoint on the CPU's plain kernels, with its weights."""
     runtime = hal.Runtime(hal.load_device("cpu"), hal.Policy.of(**policy), comm=comm)
-    model = Qwen35(configure(str(folder)).typed(dtype), runtime)
+    model = Qwen35(configure(str(folder)).typed(dtype), runtime, draft)
     load(model, folder)
     return model
 

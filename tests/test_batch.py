@@ -10,7 +10,7 @@ import hal
 from hal.errors import HalError
 
 GIVEN: dict[str, Any] = {
-    "lengths": [2, 3], "contexts": [4, 0], "slots": [1, 0], "pages": [[0, 2], [1]], "accepted": [1, 2]
+    "lengths": [2, 3], "contexts": [4, 0], "slots": [1, 0], "pages": [[0, 2], [1]], "accepted": [3, 0]
 }  # fmt: skip
 
 
@@ -25,7 +25,7 @@ def test_numbers_that_fit_are_taken_as_they_are() -> None:
     assert batch.kv_lengths.tolist() == [6, 3]
     assert batch.page_table.tolist() == [[0, 2], [1, -1]]
     assert batch.cells.tolist() == [4, 5, 16, 17, 18]
-    assert made(contexts=range(2), slots=(-1, 2**31 - 1)).slots.tolist() == [-1, 2**31 - 1]
+    assert made(contexts=range(2), accepted=[], slots=(-1, 2**31 - 1)).slots.tolist() == [-1, 2**31 - 1]
     assert made(pages=[], lengths=[], contexts=[], slots=[], accepted=[]).page_table.shape == (0, 0)
     assert made(pages=[[], []], lengths=[0, 0], contexts=[0, 0], accepted=[]).page_table.shape == (2, 0)
 
@@ -46,7 +46,8 @@ def test_what_is_no_int_of_32_bits_is_an_error(name: str, value: Any) -> None:
         ({"page_size": 16.0}, "page_size: expected an int from 1 to 2147483647, got 16.0"),
         ({"page_size": 0}, "page_size: expected an int from 1 to 2147483647, got 0"),
         ({"contexts": [4, -1]}, "contexts: expected an int from 0 to 2147483647, got -1"),
-        ({"accepted": [3, 2]}, "accepted: expected at most the 2 tokens of the sequence, got 3"),
+        ({"accepted": [3, 2]}, "accepted: expected at most the 0 tokens before this step, got 2"),
+        ({"mode": "prefill"}, "accepted: 3 tokens wait to be taken into the state, which a prefill step does not do"),
         ({"contexts": [2**31 - 1, 0]}, "contexts and lengths together: expected an int from 0 to "),
         ({"lengths": [2**31 - 1, 1]}, "lengths, all together: expected an int from 0 to 2147483647, got 2147483648"),
         ({"lengths": [2, 1], "mode": "decode"}, "lengths: expected 1 (decode is one token of each), got 2"),

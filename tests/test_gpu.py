@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from every_line import differing
 from hal_models.commands.loading import SHIPPED, loaded
 from hal_models.engine import Engine, Request
 from hal_models.tasks import lines
@@ -30,6 +31,18 @@ def test_tokens_through_graphs_are_the_references_on_every_line(name: str) -> No
     requests = [Request(p.encode(), len(a) + 8, stops=frozenset((10, 256))) for _, p, a in lines(7, 1000)]
     texts = [bytes(t for t in ids if t < 256).decode(errors="replace") for ids in engine.generate(requests)]
     assert texts == [line["text"] for line in theirs]
+
+
+@pytest.mark.parametrize("draft", range(1, 8))
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_drafts_through_graphs_give_the_references_tokens_on_every_line(name: str, draft: int) -> None:
+    model, lengths = loaded(SHIPPED / name, "float32", draft), []
+    for batch in (1, 16):
+        wrong, engine = differing(name, model, batch)
+        assert not engine.eager
+        assert wrong == []
+        lengths.append(engine.acceptance)
+    assert abs(lengths[0] - lengths[1]) <= 0.01 * lengths[0]
 
 
 def _bucket(bound: hal.Bound, rows: int) -> tuple[str, str]:

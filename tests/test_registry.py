@@ -11,13 +11,19 @@ from hal.choice import Choice
 from hal.device import load_device
 from hal.errors import DuplicateName, UnknownName, UnresolvedError
 from hal.kernel import Kernel, kernel
-from hal.ops import OPS, GatedDeltaVerify, Linear, SiluMul
+from hal.ops import OPS, Linear, SiluMul
 from hal.policy import Policy
 from hal.registry import Registry, declared
 from hal.resolving import Resolver
 from hal.runtime import Runtime
 
 SILU = SiluMul(columns=8)
+
+
+class Unserved(SiluMul):
+    """An op that no kernel serves."""
+
+
 GOOD = """
 from hal.backend import Backend
 backend = Backend("stranger", declarations=("stranger_kernels.kernels",))
@@ -122,7 +128,7 @@ def test_a_broken_backend_is_named_where_nothing_serves_an_op_and_in_the_report(
     entries(monkeypatch, "broken_backend")
     rt = Runtime(load_device("cpu"), Policy(), load=False)
     with pytest.raises(UnresolvedError, match="\n  backend broken_backend: ImportError: gone"):
-        rt.bind(GatedDeltaVerify.cases()[0].op, "core")
+        rt.bind(Unserved(columns=8), "act")
     assert "backend broken_backend is broken: ImportError: gone" in rt.report()
 
 

@@ -51,7 +51,8 @@ def problem(
 ) -> Problem:
     """A problem whose copies move ``rotated`` bytes, or as many copies as memory is given to.
 
-    ``context``: tokens of each sequence before a decode step; a prefill is one sequence from its start.
+    ``context``: tokens of each sequence before a decode or verify step, and of the latter all that can be
+    are pending; a prefill is one sequence from its start.
     Errors: HalError with the reason why the kernel is not for it.
     """
     if isinstance(op, COLLECTIVES):
@@ -104,22 +105,28 @@ def _forced(like: Runtime, op: Op[..., Any], kernel: str) -> Runtime:
 
 
 def _batch(op: Op[..., Any], rows: int, context: int) -> Batch:
-    """Single tokens in their slots, or one sequence; pages in no order."""
-    mode = op.mode or "decode"
+    """Single tokens in their slots, as many as can be verified, or one sequence; pages in no order."""
+    mode, each = op.mode or "decode", 1
     if mode == "verify":
-        raise HalError(f"{op.title()}: verification has no problem of rows alone")
-    lengths, contexts = ([rows], [0]) if mode == "prefill" else ([1] * rows, [context] * rows)
+        each = getattr(op, "queries", 4)
+    lengths, contexts = ([rows], [0]) if mode == "prefill" else (_split(rows, each), [context] * -(-rows // each))
     if not rows:
         lengths, contexts = [], []
+    accepted = [min(n, context) for n in lengths] if mode == "verify" else ()
     size = getattr(op, "page_size", 0)
     if not size:
-        return make_batch(mode, lengths, contexts, range(len(lengths)))
+        return make_batch(mode, lengths, contexts, range(len(lengths)), accepted=accepted)
     counts = [-(-(n + c) // size) for n, c in zip(lengths, contexts, strict=True)]
     total = sum(counts)
     step = next((s for s in (7, 11, 13) if total % s), 1)
     order = iter([i * step % total for i in range(total)])
     pages = [[next(order) for _ in range(count)] for count in counts]
-    return make_batch(mode, lengths, contexts, range(len(lengths)), pages=pages, page_size=size)
+    return make_batch(mode, lengths, contexts, range(len(lengths)), pages=pages, page_size=size, accepted=accepted)
+
+
+def _split(rows: int, each: int) -> list[int]:
+    """Rows of sequences that have ``each``, the last one what is left."""
+    return [min(each, rows - at) for at in range(0, rows, each)]
 
 
 def _slots(batch: Batch | None) -> int:

@@ -101,6 +101,20 @@ def gated_mlp(site: Site) -> Call:
     return _opened(site.parts["gate_up"], site.parts["down"])
 
 
+def draft_in(site: Site) -> Call:
+    import torch
+
+    token_norm, hidden_norm, gemm = (site.parts[n] for n in ("token", "hidden", "gemm"))
+    reduce, columns = site.parts.get("reduce"), site.op.columns
+    first = site.runtime.rank * columns
+
+    def run(token: Any, hidden: Any) -> Any:
+        x = torch.cat([token_norm(reduce(token) if reduce else token), hidden_norm(hidden)], 1)
+        return gemm(x[:, first : first + columns])
+
+    return run
+
+
 def head(site: Site) -> Call:
     norm, gemm, gather = site.parts["norm"], site.parts["gemm"], site.parts.get("gather")
     several = isinstance(norm.choice.op.out, tuple)

@@ -17,7 +17,9 @@ from hal.ops import (
     AllReduce,
     AttentionDecode,
     AttentionPrefill,
+    AttentionVerify,
     CausalConv,
+    DraftIn,
     GatedDeltaDecode,
     GatedDeltaPrefill,
     GatedDeltaUpdate,
@@ -60,7 +62,7 @@ MAKERS = (RMSNorm, AddRMSNorm, GatedRMSNorm, SiluMul, NormGateUp, GatedDeltaPref
 @kernel(
     "composed.then_quantize",
     code=f"{CODE}:then_quantize",
-    serves=(*MAKERS, AttentionPrefill, AttentionDecode),
+    serves=(*MAKERS, AttentionPrefill, AttentionDecode, AttentionVerify),
 )
 class ThenQuantize(Composed):
     """The op in its own dtype, then Quantize: for edges whose format no kernel makes in one go."""
@@ -199,6 +201,29 @@ class ComposedGatedMLP(Composed, Kernel[GatedMLP]):
             "gate_up": Part(NormGateUp(**sizes, out=Tensor(op.dtype)), feeds=("down",)),
             "down": gemm_part(op, op.hidden, op.intermediate, op.down, "down"),
         }
+
+
+@kernel("composed.draft_in", code=f"{CODE}:draft_in")
+class ComposedDraftIn(Composed, Kernel[DraftIn]):
+    """AllReduce where there are several ranks, RMSNorm twice, rows side by side, Gemm of this rank's columns."""
+
+    launches = 1
+
+    def refuses(self, op: DraftIn, device: Device) -> Reason | None:
+        if 2 * op.hidden % op.world:
+            return Reason("rank", f"needs {2 * op.hidden} columns divided by the ranks; there are {op.world}")
+        return None
+
+    def parts(self, op: DraftIn) -> Mapping[str, Part]:
+        norm = RMSNorm(hidden=op.hidden, eps=op.eps, dtype=op.dtype, out=Tensor(op.dtype))
+        found: dict[str, Part] = {
+            "token": Part(norm, {"norm": "token_norm"}),
+            "hidden": Part(norm, {"norm": "hidden_norm"}),
+            "gemm": gemm_part(op, op.hidden, op.columns, None, "weight"),
+        }
+        if op.world > 1:
+            found["reduce"] = Part(AllReduce(columns=op.hidden, dtype=op.dtype, world=op.world))
+        return found
 
 
 @kernel("composed.head", code=f"{CODE}:head")

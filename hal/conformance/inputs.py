@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from hal.batch import Batch, make_batch
 from hal.formats import Encoded, Quantized
-from hal.layout import Shift
 from hal.ops.base import Arg, Case, Pack, Problem
 from hal.ops.formulas import decode, encode
 
@@ -82,11 +81,12 @@ def make(case: Case, seed: int = 0) -> Inputs:
         if slot >= 0:
             lengths[slot] = context
     for state in op.states():
-        if isinstance(state.canonical, Shift):
+        axis = state.canonical.tokens
+        if axis is not None:
             for slot, length in enumerate(lengths):
                 # what lies before a sequence's start is zero, once it has begun; before, anything
                 if length:
-                    states[state.name][slot, :, : max(0, state.shape[1] - length)] = 0.0
+                    states[state.name][slot].narrow(axis, 0, max(0, state.shape[axis] - length)).zero_()
     return Inputs(case, problem, scales, slots, lengths)
 
 
@@ -115,8 +115,7 @@ def _slots(case: Case) -> int:
 
 def _batch(case: Case) -> Batch:
     paged = {"pages": _pages(case), "page_size": _kv(case)} if _kv(case) and case.lengths else {}
-    accepted = [max(1, n - 1) for n in case.lengths] if case.mode == "verify" else []
-    return make_batch(case.mode, case.lengths, case.contexts, case.slots, accepted=accepted, **paged)  # type: ignore[arg-type]
+    return make_batch(case.mode, case.lengths, case.contexts, case.slots, accepted=case.accepted, **paged)  # type: ignore[arg-type]
 
 
 def last_rows(inputs: Inputs, count: int) -> Inputs | None:

@@ -15,7 +15,7 @@ from hal.layout import StateLayout
 from hal.numerics import Class, Numerics
 from hal.ops import OPS
 from hal.ops.base import Case, Op
-from hal.ops.formulas import decode, moving, scale_values, spread
+from hal.ops.formulas import decode, scale_values, sequences, spread
 from hal.policy import Policy
 from hal.runtime import Runtime
 
@@ -213,9 +213,10 @@ def _states(inputs: Inputs, pools: dict[str, Any], wanted: dict[str, Any], betwe
     if batch is not None and "kv" in pools:
         used = {p for row in batch.page_table.tolist() for p in row if p >= 0}
     elif batch is not None:
-        for _, slot, context, start, end in moving(batch):
-            after[slot] = context + end - start
-            used.add(slot)
+        for index, slot, context, start, end in sequences(batch):
+            if slot >= 0 and (start < end or batch.host.accepted[index]):
+                after[slot] = context + end - start
+                used.add(slot)
     for name, (state, layout, pool, start) in pools.items():
         value = layout.read(pool, state, after).double().cpu()
         real = wanted[name].to(torch.float32).to(pool.dtype).double().cpu()

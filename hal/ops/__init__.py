@@ -7,6 +7,7 @@ from typing import Any
 from hal.errors import UnknownName
 from hal.ops.attention import AttentionDecode, AttentionPrefill, QKNormRope
 from hal.ops.base import Op
+from hal.ops.drafts import Accept, AttentionVerify, DraftIn, GatedDeltaVerify
 from hal.ops.ends import ArgMax, Embed, Head, Sample
 from hal.ops.feed_forward import GatedMLP, MoE, NormGateUp, SiluMul
 from hal.ops.gated_delta import (
@@ -14,7 +15,6 @@ from hal.ops.gated_delta import (
     GatedDeltaDecode,
     GatedDeltaPrefill,
     GatedDeltaUpdate,
-    GatedDeltaVerify,
 )
 from hal.ops.linear import Gemm, InProj, Linear, NormLinear, Projection
 from hal.ops.move import AllGather, AllReduce, Copy, Quantize
@@ -22,7 +22,8 @@ from hal.ops.norm import AddRMSNorm, GatedRMSNorm, RMSNorm
 
 COARSE: tuple[type[Op[..., Any]], ...] = (
     Embed, InProj, GatedDeltaPrefill, GatedDeltaDecode, GatedDeltaVerify, Linear, NormLinear,
-    QKNormRope, AttentionPrefill, AttentionDecode, GatedMLP, MoE, Head, Sample,
+    QKNormRope, AttentionPrefill, AttentionDecode, AttentionVerify, GatedMLP, MoE, Head, Sample, DraftIn,
+    Accept,
 )  # fmt: skip
 FINE: tuple[type[Op[..., Any]], ...] = (
     AllReduce, AllGather, RMSNorm, AddRMSNorm, Quantize, ArgMax, Gemm, NormGateUp, SiluMul, CausalConv,
@@ -40,15 +41,18 @@ def op_class(name: str) -> type[Op[..., Any]]:
 
 
 __all__ = [
+    "Accept",
     "AddRMSNorm",
     "AllGather",
     "AllReduce",
     "ArgMax",
     "AttentionDecode",
     "AttentionPrefill",
+    "AttentionVerify",
     "COARSE",
     "CausalConv",
     "Copy",
+    "DraftIn",
     "Embed",
     "FINE",
     "GatedDeltaDecode",

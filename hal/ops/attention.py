@@ -141,7 +141,9 @@ def kv_state(page_size: int, kv_heads: int, head_dim: int, dtype: str) -> State:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Attention(Op[["torch.Tensor", "torch.Tensor", "tuple[torch.Tensor, ...]", "Batch"], "torch.Tensor"]):
+class Attention(Op[["torch.Tensor", "torch.Tensor", "tuple[torch.Tensor, ...]", "Batch"], "torch.Tensor"]):
+    """Attention over KV pages with its gate: what its ops for one row, many and drafted ones have in common."""
+
     heads: int
     kv_heads: int
     head_dim: int
@@ -181,12 +183,13 @@ class _Attention(Op[["torch.Tensor", "torch.Tensor", "tuple[torch.Tensor, ...]",
         return ((out * gate.sigmoid()).flatten(1),), {"kv": kv}
 
     @classmethod
-    def _small(cls) -> _Attention:
+    def small(cls) -> Attention:
+        """Sizes for cases."""
         return cls(heads=4, kv_heads=2, head_dim=16, page_size=4)
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionPrefill(_Attention):
+class AttentionPrefill(Attention):
     """Causal attention of many rows over the KV pages: ``softmax(q k / sqrt(head_dim)) v * sigmoid(gate)``.
 
     The step's own keys are in their pages already. Rows of padding sequences are zero.
@@ -198,7 +201,7 @@ class AttentionPrefill(_Attention):
 
     @classmethod
     def cases(cls) -> Sequence[Case]:
-        op = cls._small()
+        op = cls.small()
         wide = replace(op, head_dim=256)
         return [
             Case("ragged", op, (5, 0, 1, 9, 0), (0, 3, 7, 2, 0), (0, 1, 2, 3, 4), mode="prefill"),
@@ -212,7 +215,7 @@ class AttentionPrefill(_Attention):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionDecode(_Attention):
+class AttentionDecode(Attention):
     """The same for one row of each sequence."""
 
     @property
@@ -221,7 +224,7 @@ class AttentionDecode(_Attention):
 
     @classmethod
     def cases(cls) -> Sequence[Case]:
-        op = cls._small()
+        op = cls.small()
         # so many that a kernel need not split their keys
         count = 72
         many = (1,) * count, tuple(i % 7 for i in range(count)), tuple(-1 if i % 9 == 5 else i for i in range(count))

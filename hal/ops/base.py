@@ -92,7 +92,7 @@ class Case:
 
     ``lengths`` are the rows of each sequence in this step, ``contexts`` what it has seen
     before, ``slots`` where its state lies (negative: padding). ``variant`` names inputs
-    that the op makes specially (``Op.adjust``).
+    that the op makes specially (``Op.adjust``). ``accepted``: of a verify step, see ``Batch``.
     """
 
     name: str
@@ -102,6 +102,7 @@ class Case:
     slots: tuple[int, ...] = ()
     variant: str = ""
     mode: str = field(default="")
+    accepted: tuple[int, ...] = ()
 
     @property
     def rows(self) -> int:

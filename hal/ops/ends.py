@@ -132,6 +132,27 @@ class ArgMax(Op[["torch.Tensor"], "torch.Tensor"]):
             logits.fill_(float("-inf") if variant == "nothing finite" else -3.0)
 
 
+def pick(logits: torch.Tensor, temperature: float, top_p: float, top_k: float, u: float) -> int:
+    """The id that ``Sample`` takes of one row."""
+    order = descending(logits)
+    if temperature == 0:
+        return order[0]
+    p = (logits / temperature).softmax(0)
+    kept, total = [], 0.0
+    whole = sum(float(p[i]) for i in order[: int(top_k) or None])
+    for i in order[: int(top_k) or None]:
+        kept.append(i)
+        total += float(p[i])
+        if total >= top_p * whole:
+            break
+    at = 0.0
+    for i in kept:
+        at += float(p[i]) / total
+        if at > u:
+            break
+    return i
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sample(Op[["torch.Tensor", "Batch"], "torch.Tensor"]):
     """One id per sequence from logits ``[rows, vocab]``, as ``batch`` says.
@@ -155,27 +176,8 @@ class Sample(Op[["torch.Tensor", "Batch"], "torch.Tensor"]):
 
         batch, ids = problem.batch, []
         for row, logits in enumerate(problem.args["logits"]):
-            temperature, top_p, top_k, u = (
-                float(x[row]) for x in (batch.temperature, batch.top_p, batch.top_k, batch.uniform)
-            )
-            order = descending(logits)
-            if temperature == 0:
-                ids.append(order[0])
-                continue
-            p = (logits / temperature).softmax(0)
-            kept, total = [], 0.0
-            whole = sum(float(p[i]) for i in order[: int(top_k) or None])
-            for i in order[: int(top_k) or None]:
-                kept.append(i)
-                total += float(p[i])
-                if total >= top_p * whole:
-                    break
-            at = 0.0
-            for i in kept:
-                at += float(p[i]) / total
-                if at > u:
-                    break
-            ids.append(i)
+            how = (float(x[row]) for x in (batch.temperature, batch.top_p, batch.top_k, batch.uniform))
+            ids.append(pick(logits, *how))
         return (torch.tensor(ids, dtype=torch.int64),), {}
 
     @classmethod

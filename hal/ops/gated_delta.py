@@ -116,25 +116,39 @@ class DeltaSizes:
 
     def delta_step(
         self, params: Any, state: torch.Tensor, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One token through the delta rule, head by head: (o ``[value_heads, V]``, new state)."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """One token through the delta rule, head by head: (o ``[value_heads, V]``, new state, what it was changed by).
+
+        The last is ``[k | e | log decay]`` in a row: with it, ``delta_again`` makes the same change.
+        """
+        import torch
+
         q, k, v = qkv.split(self.widths)
         q = l2_norm(q.view(self.key_heads, -1)) * self.key_head_dim**-0.5
         k = l2_norm(k.view(self.key_heads, -1))
         v = v.view(self.value_heads, -1)
-        decay = (-params["A_log"].exp() * softplus(a + params["dt_bias"])).exp()
-        out, after, group = v.new_zeros(v.shape), state.clone(), self.value_heads // self.key_heads
+        decay = -params["A_log"].exp() * softplus(a + params["dt_bias"])
+        out, after, errors, group = v.new_zeros(v.shape), state.clone(), [], self.value_heads // self.key_heads
         for h in range(self.value_heads):
             key = k[h // group]
-            held = decay[h] * state[h]
-            error = b[h].sigmoid() * (v[h] - held @ key)
-            after[h] = held + error[:, None] * key
+            held = decay[h].exp() * state[h]
+            errors.append(b[h].sigmoid() * (v[h] - held @ key))
+            after[h] = held + errors[h][:, None] * key
             out[h] = after[h] @ q[h // group]
-        return out, after
+        return out, after, torch.cat([k.flatten(), *errors, decay])
+
+    def delta_again(self, state: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
+        """The new state of a ``delta_step`` from what it left."""
+        k, errors, decay = left.split((self.key_dim, self.value_dim, self.value_heads))
+        keys = k.view(self.key_heads, -1).repeat_interleave(self.value_heads // self.key_heads, 0)
+        after: torch.Tensor = decay.exp()[:, None, None] * state + errors.view(self.value_heads, -1, 1) * keys[:, None]
+        return after
 
 
 @dataclass(frozen=True, kw_only=True)
-class _GatedDelta(DeltaSizes, Op[["tuple[torch.Tensor, ...]", "tuple[torch.Tensor, ...]", "Batch"], "torch.Tensor"]):
+class GatedDelta(DeltaSizes, Op[["tuple[torch.Tensor, ...]", "tuple[torch.Tensor, ...]", "Batch"], "torch.Tensor"]):
+    """A whole core: what its ops for one token, many and drafted ones have in common."""
+
     eps: float = 1e-6
     out: Format = BF16
     coarse: ClassVar[bool] = True
@@ -162,22 +176,15 @@ class _GatedDelta(DeltaSizes, Op[["tuple[torch.Tensor, ...]", "tuple[torch.Tenso
         weight = torch.cat([params[n] for n in ("conv_q", "conv_k", "conv_v")])
         conv, delta = problem.states["conv"].clone(), problem.states["delta"].clone()
         out = args["z"].new_zeros(args["z"].shape)
-        for index, slot, context, start, end in moving(problem.batch):
+        for _, slot, context, start, end in moving(problem.batch):
             c = conv[slot] if context else torch.zeros_like(conv[slot])
             s = delta[slot] if context else torch.zeros_like(delta[slot])
-            kept = (c, s)
             for t in range(start, end):
                 x, c = self.conv_step(weight, c, args["qkv"][t])
-                o, s = self.delta_step(params, s, x, args["b"][t], args["a"][t])
+                o, s, _ = self.delta_step(params, s, x, args["b"][t], args["a"][t])
                 out[t] = rms_norm(o, params["norm"], self.eps, 0.0).flatten() * silu(args["z"][t])
-                if self._stays(problem.batch, index, t - start):
-                    kept = (c, s)
-            conv[slot], delta[slot] = kept
+            conv[slot], delta[slot] = c, s
         return (out,), {"conv": conv, "delta": delta}
-
-    def _stays(self, batch: Any, index: int, step: int) -> bool:
-        """Whether the state after this step of a sequence is one that is kept."""
-        return True
 
     def adjust(self, variant: str, problem: Problem) -> None:
         args = problem.args
@@ -195,7 +202,7 @@ class _GatedDelta(DeltaSizes, Op[["tuple[torch.Tensor, ...]", "tuple[torch.Tenso
             super().adjust(variant, problem)
 
 
-def _ratios(op: Any) -> list[tuple[str, Any]]:
+def ratios(op: Any) -> list[tuple[str, Any]]:
     return [
         (
             f"ratio {ratio}, K {k}, V {v}",
@@ -206,7 +213,7 @@ def _ratios(op: Any) -> list[tuple[str, Any]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatedDeltaPrefill(_GatedDelta):
+class GatedDeltaPrefill(GatedDelta):
     """Many tokens of several sequences, told apart by ``batch.cu_seqlens``; empty ones are valid."""
 
     @property
@@ -220,7 +227,7 @@ class GatedDeltaPrefill(_GatedDelta):
     @classmethod
     def cases(cls) -> Sequence[Case]:
         op = cls(key_heads=2, value_heads=4, key_head_dim=16, value_head_dim=8)
-        found = [Case(name, o, *RAGGED, mode="prefill") for name, o in _ratios(op)]
+        found = [Case(name, o, *RAGGED, mode="prefill") for name, o in ratios(op)]
         for variant in (*DECAYS, "zero keys"):
             found.append(Case(variant, op, (64, 65), (0, 3), (1, 0), variant, "prefill"))
         return [
@@ -235,7 +242,7 @@ class GatedDeltaPrefill(_GatedDelta):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatedDeltaDecode(_GatedDelta):
+class GatedDeltaDecode(GatedDelta):
     """One token of each sequence; row i belongs to ``batch.slots[i]``."""
 
     @property
@@ -247,7 +254,7 @@ class GatedDeltaDecode(_GatedDelta):
         op = cls(key_heads=2, value_heads=4, key_head_dim=16, value_head_dim=8)
         wide = replace(op, key_heads=1, value_heads=2, key_head_dim=64, value_head_dim=64)
         three = ((1, 1, 1), (1, 9, 2), (5, 0, 3))
-        found = [Case(name, o, *three, mode="decode") for name, o in _ratios(op)]
+        found = [Case(name, o, *three, mode="decode") for name, o in ratios(op)]
         for variant in ("no decay", "full decay", "zero keys"):
             found.append(Case(variant, op, *three, variant, "decode"))
         return [
@@ -263,32 +270,6 @@ class GatedDeltaDecode(_GatedDelta):
             Case("to fp8", replace(wide, out=STATIC_FP8), *three, mode="decode"),
             Case("wide, no decay", wide, *three, "no decay", "decode"),
             Case("wide, one to one", replace(wide, key_heads=2), *three, mode="decode"),
-        ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GatedDeltaVerify(_GatedDelta):
-    """Drafted tokens of each sequence, at most ``queries``; only ``batch.accepted`` of them move the state.
-
-    Outputs are given for every token. The states asked for are those after exactly the
-    accepted tokens of this step; a kernel may apply them when the next step begins.
-    """
-
-    queries: int = 4
-
-    @property
-    def mode(self) -> str:
-        return "verify"
-
-    def _stays(self, batch: Any, index: int, step: int) -> bool:
-        return step < int(batch.host.accepted[index])
-
-    @classmethod
-    def cases(cls) -> Sequence[Case]:
-        op = cls(key_heads=2, value_heads=4, key_head_dim=16, value_head_dim=8)
-        return [
-            Case("ragged", op, (2, 4, 3), (3, 9, 1), (5, 0, 3), mode="verify"),
-            Case("no rows", op, (), (), (), mode="verify"),
         ]
 
 
@@ -382,7 +363,7 @@ class GatedDeltaUpdate(
         for _, slot, context, start, end in moving(problem.batch):
             s = delta[slot] if context else torch.zeros_like(delta[slot])
             for t in range(start, end):
-                out[t], s = self.delta_step(problem.params, s, qkv[t], args["b"][t], args["a"][t])
+                out[t], s, _ = self.delta_step(problem.params, s, qkv[t], args["b"][t], args["a"][t])
             delta[slot] = s
         return (out,), {"delta": delta}
 
@@ -405,7 +386,7 @@ class GatedDeltaUpdate(
             Case("head dim 128, one to one", replace(wide, key_heads=2), *RAGGED, mode="prefill"),
             Case("head dim 128, padding", replace(wide, state_dtype="bfloat16"), *among, mode="prefill"),
             *(Case(f"head dim 128, {v}", wide, (5,), (3,), (0,), v, "prefill") for v in DECAYS),
-            *(Case(name, o, (1, 1, 1), (1, 9, 0), (5, 0, 3), mode="decode") for name, o in _ratios(one)),
+            *(Case(name, o, (1, 1, 1), (1, 9, 0), (5, 0, 3), mode="decode") for name, o in ratios(one)),
             Case("padding", one, (1, 1), (1, 9), (5, -1), mode="decode"),
             Case("no rows", one, (), (), (), mode="decode"),
         ]

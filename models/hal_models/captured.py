@@ -35,8 +35,8 @@ class Step:
         self._event = torch.Event(tokens.device)
         self._event.record()
 
-    def read(self) -> list[int]:
-        """The next token of each sequence."""
+    def read(self) -> list[Any]:
+        """The next token of each sequence, or the row that says what it is given."""
         if self._event is not None:
             self._event.synchronize()
         return list(self._tokens.tolist())

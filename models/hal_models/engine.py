@@ -11,6 +11,7 @@ from hal.batch import Batch, Sampling, make_batch
 from hal.errors import HalError
 from hal_models import PAGE_SIZE
 from hal_models.captured import Captured, Step, buckets
+from hal_models.drafted import Drafted, DraftStep, room
 
 if TYPE_CHECKING:
     import torch
@@ -42,8 +43,10 @@ class _Sequence:
     slot: int
     pages: tuple[int, ...]
     tokens: list[int]
-    done: int = 0  # tokens in the state
+    done: int = 0  # tokens in the state, those pending there too
     ended: bool = False
+    drafts: tuple[int, ...] = ()  # for the tokens after the last
+    pending: int = 0
 
     @property
     def left(self) -> int:
@@ -60,10 +63,21 @@ class Engine:
 
     ``chunk``: rows of a prefill step at most. All memory of a sequence is set aside when it
     starts, so nothing that runs is ever turned away. Decode steps are captured graphs where the
-    device and all kernels chosen allow it; ``eager`` says why they are not. Not thread-safe.
+    device and all kernels chosen allow it; ``eager`` says why they are not. A model that drafts verifies
+    in each step; ``acceptance`` is how many tokens that gave on average, and ``accept``, for timing, how many
+    rows it says stand. Not thread-safe.
     """
 
-    def __init__(self, model: Any, *, slots: int = 8, pages: int = 512, chunk: int = 512, graphs: bool = True) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        slots: int = 8,
+        pages: int = 512,
+        chunk: int = 512,
+        graphs: bool = True,
+        accept: int = 0,
+    ) -> None:
         for name, value in (("slots", slots), ("pages", pages), ("chunk", chunk)):
             if value < 1:
                 raise HalError(f"engine: {name}: expected 1 or more, got {value}")
@@ -76,15 +90,25 @@ class Engine:
         self._events: deque[Event] = deque()
         self._count = 0
         self._under_way: tuple[list[_Sequence], Step] | None = None
+        self._drafting: tuple[list[_Sequence], DraftStep] | None = None
+        self.verified = self._gained = 0  # sequences in verify steps, and what they gained
         self.eager = self._why_eager(slots) if graphs else "graphs=False"
         context = min(pages * PAGE_SIZE, model.cfg.max_positions)
-        self.captured = None if self.eager else Captured(model, self.state, slots, context, PAGE_SIZE)
+        sizes = (model, self.state, slots, context, PAGE_SIZE)
+        self.drafted = Drafted(*sizes, graphs=not self.eager, accept=accept) if model.draft else None
+        self.captured = None if self.eager or model.draft else Captured(*sizes)
+
+    @property
+    def acceptance(self) -> float:
+        """Tokens that a sequence gained in a verify step, on average: 1 to drafts + 1; 0 where none was."""
+        return self._gained / self.verified if self.verified else 0.0
 
     def _why_eager(self, slots: int) -> str:
         runtime = self.model.runtime
         if not runtime.can_capture:
             return f"no backend captures graphs on {runtime.device.label}"
-        found = [name for rows in buckets(slots) for name in runtime.uncaptured(rows)]
+        each = range(1, self.model.draft + 2)
+        found = [name for rows in buckets(slots) for n in each for name in runtime.uncaptured(rows * n)]
         return f"no graph may hold {found[0]}" if found else ""
 
     def add(self, request: Request) -> int:
@@ -102,7 +126,7 @@ class Engine:
             raise HalError(f"request: max_tokens: expected 1 or more, got {request.max_tokens}")
         if bad := [t for t in request.prompt if not 0 <= t < self.model.cfg.vocab]:
             raise HalError(f"request: prompt: expected tokens of 0..{self.model.cfg.vocab - 1}, got {bad[0]}")
-        limit = min(self.pages * PAGE_SIZE, self.model.cfg.max_positions)
+        limit = min(self.pages * PAGE_SIZE - room(self.model), self.model.cfg.max_positions)
         if total > limit:
             raise HalError(f"request: {total} tokens in all; the engine holds {limit}")
 
@@ -136,7 +160,7 @@ class Engine:
     def _start(self) -> None:
         while self._waiting and self._slots:
             index, request = self._waiting[0]
-            count = -(-(len(request.prompt) + request.max_tokens) // PAGE_SIZE)
+            count = pages_of(self.model, request)
             if count > len(self._pages):
                 return
             self._waiting.popleft()
@@ -154,16 +178,50 @@ class Engine:
         batch = self._batch("prefill", chosen, lengths)
         partial, residual = self._forward(chosen, lengths, batch)
         ends = [i for i, s in enumerate(chosen) if s.left == 0]
+        events: list[Event] = []
+        if ends:
+            last = batch.cu_seqlens[1:].long()[ends] - 1
+            finished = [chosen[i] for i in ends]
+            picks = self._batch("decode", finished, [1] * len(finished), back=1)
+            events = self._pick(finished, partial[last], residual[last], picks)
+        if self.drafted is not None:
+            self._draft(self.drafted, chosen, lengths, batch, (partial, residual))
+        return events
+
+    def _draft(
+        self,
+        drafted: Drafted,
+        chosen: list[_Sequence],
+        lengths: list[int],
+        batch: Batch,
+        pair: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """A prefill step's rows through the draft head, each with the token after it; drafts after whole prompts."""
+        import torch
+
+        mtp = self.model.mtp
+        hidden, _ = mtp.hidden(*pair)
+        # a stop token is none: what comes of the row is for nothing
+        ids = [t for s, n in zip(chosen, lengths, strict=True) for t in (*s.tokens, 0)[s.done - n + 1 : s.done + 1]]
+        partial, residual = mtp(torch.tensor(ids, device=self.place), hidden, self.state[-1], batch)
+        ends = [i for i, s in enumerate(chosen) if s.left == 1 and not s.ended]
         if not ends:
-            return []
-        last = batch.cu_seqlens[1:].long()[ends] - 1
-        finished = [chosen[i] for i in ends]
-        picks = self._batch("decode", finished, [1] * len(finished), back=1)
-        return self._pick(finished, partial[last], residual[last], picks)
+            return
+        last, ready = batch.cu_seqlens[1:].long()[ends] - 1, [chosen[i] for i in ends]
+
+        def begin(at: int) -> Batch:
+            after = self._batch("decode", ready, [1] * len(ready), back=-at)
+            self.model.runtime.begin(after)
+            return after
+
+        for sequence, row in zip(ready, drafted.first((partial[last], residual[last]), begin).tolist(), strict=True):
+            sequence.drafts = tuple(row)
 
     def _decode(self, running: list[_Sequence]) -> list[Event]:
         if not running:
             return []
+        if self.drafted is not None:
+            return self._verify(self.drafted, running)
         if self.captured is not None:
             return self._replay(self.captured, running)
         lengths = [1] * len(running)
@@ -193,6 +251,39 @@ class Engine:
         events = self._given([s for s, _ in found], [token for _, token in found])
         if self._under_way is not None and all(s.ended for s in sequences):
             self._under_way = None
+        return events
+
+    def _verify(self, drafted: Drafted, running: list[_Sequence]) -> list[Event]:
+        """One step of drafts. The one after it begins before this one is read, where its sequences are sure."""
+        if self._drafting is None:
+            step = drafted.step(
+                [[s.tokens[-1], *s.drafts] for s in running],
+                [s.done for s in running],
+                [s.slot for s in running],
+                [s.pages for s in running],
+                [s.request.sampling for s in running],
+                [s.pending for s in running],
+            )
+            self._drafting = (list(running), step)
+        sequences, step = self._drafting
+        self._drafting = None
+        # a stop token may still end one: then its rows of the next step are for nothing
+        sure = all(s.more > drafted.each and s.request.sampling.temperature == 0 for s in running)
+        if drafted.graphs and sequences == running and sure:
+            self._drafting = (sequences, drafted.again(len(sequences)))
+        events: list[Event] = []
+        for sequence, gain in zip(sequences, step.read(), strict=True):
+            if sequence.ended:
+                continue
+            self.verified += 1
+            self._gained += gain.accepted
+            sequence.done += gain.accepted
+            sequence.drafts, sequence.pending = tuple(gain.drafts), gain.accepted
+            for token in gain.tokens:
+                if not sequence.ended:
+                    events += self._given([sequence], [token])
+        if self._drafting is not None and all(s.ended for s in sequences):
+            self._drafting = None
         return events
 
     def _batch(self, mode: str, sequences: list[_Sequence], lengths: list[int], back: int = 0) -> Batch:
@@ -244,6 +335,11 @@ class Engine:
         self._slots.append(sequence.slot)
         self._pages += sequence.pages
         return Event(sequence.index, None, finish)
+
+
+def pages_of(model: Any, request: Request) -> int:
+    """KV pages that a request takes."""
+    return -(-(len(request.prompt) + request.max_tokens + room(model)) // PAGE_SIZE)
 
 
 def score(model: Any, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:

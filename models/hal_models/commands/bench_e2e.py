@@ -29,6 +29,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--long", type=int, default=8192, metavar="N", help="tokens of one long prefill (8192; 0: none)"
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="compute in this dtype")
+    parser.add_argument("--draft", type=int, default=0, metavar="N", help="verify N drafted tokens a step (0: none)")
+    parser.add_argument(
+        "--accept",
+        type=int,
+        default=0,
+        metavar="N",
+        help="say that N rows of each verify step stand (0: those that do)",
+    )
     parser.add_argument("--profile", action="store_true", help="what the kernels of a step take, each")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON here too")
     parser.add_argument("--json", action="store_true", help="print JSON, see docs/json.md")
@@ -47,15 +55,17 @@ def run(args: argparse.Namespace) -> int:
     for name, least in (("prompt", 1), ("outputs", 2)):
         if getattr(args, name) < least:
             raise HalError(f"--{name} is {least} or more, got {getattr(args, name)}")
+    if args.accept and not 1 <= args.accept <= args.draft + 1:
+        raise HalError(f"--accept is 1 to {args.draft + 1}, a step's rows with --draft {args.draft}; got {args.accept}")
     need_file("--out", args.out)
     runtime = Runtime(policy=Policy.from_environment())
-    model = Qwen35(configure(args.model).typed(args.dtype), runtime)
+    model = Qwen35(configure(args.model).typed(args.dtype), runtime, args.draft)
     fill(model)
     generator = torch.Generator().manual_seed(0)
     rows = []
     for batch in args.batches:
         rows.append(decode(model, batch, args, generator))
-        print(f"batch {batch}: {rows[-1]['ms']:.3f} ms a step", file=sys.stderr, flush=True)
+        print(f"batch {batch}: {rows[-1]['ms']:.3f} ms a step{_drafts(rows[-1])}", file=sys.stderr, flush=True)
     if args.long:
         rows.append(prefill(model, args, generator))
         print(f"prefill of {args.long}: {rows[-1]['ms']:.1f} ms", file=sys.stderr, flush=True)
@@ -87,18 +97,24 @@ def seconds(engine: Engine, prompts: list[list[int]], outputs: int) -> float:
 
 
 def decode(model: Any, batch: int, args: argparse.Namespace, generator: Any) -> dict[str, Any]:
-    """(t[n outputs] - t[1 output]) / (n - 1), the least of three."""
+    """(t[n outputs] - t[1 output]) over the steps between, the least of three."""
+    from hal_models.drafted import room
     from hal_models.engine import Engine
 
-    pages = -(-(args.prompt + args.outputs) // PAGE_SIZE) + 1
-    engine = Engine(model, slots=batch, pages=batch * pages, chunk=8192)
+    pages = -(-(args.prompt + args.outputs + room(model)) // PAGE_SIZE) + 1
+    engine = Engine(model, slots=batch, pages=batch * pages, chunk=8192, accept=args.accept)
     prompts = _prompts(model, batch, args.prompt, generator)
     warm = seconds(engine, prompts, min(4, args.outputs))
     first = min(seconds(engine, prompts, 1) for _ in range(3))
-    steps = args.outputs - 1
+    verified = engine.verified
+    seconds(engine, prompts, args.outputs)
+    steps = (engine.verified - verified) / batch if args.draft else args.outputs - 1
     times = [(seconds(engine, prompts, args.outputs) - first) / steps for _ in range(3)]
     row = {"batch": batch, "ms": min(times) * 1e3, "all_ms": [t * 1e3 for t in times], "first_ms": first * 1e3}
     row |= {"eager": engine.eager, "warm_s": warm}
+    if args.draft:
+        rate = batch * (args.outputs - 1) / (min(times) * steps)
+        row |= {"draft": args.draft, "acceptance": engine.acceptance, "tokens_s": rate}
     if args.profile:
         row["step"] = _profiled_steps(engine, prompts)
     return row
@@ -108,7 +124,7 @@ def prefill(model: Any, args: argparse.Namespace, generator: Any) -> dict[str, A
     """From one long prompt to its first token, the least of three."""
     from hal_models.engine import Engine
 
-    engine = Engine(model, slots=1, pages=args.long // PAGE_SIZE + 2, chunk=args.long)
+    engine = Engine(model, slots=1, pages=args.long // PAGE_SIZE + 3, chunk=args.long)
     prompt = _prompts(model, 1, args.long, generator)
     seconds(engine, prompt, 1)
     row: dict[str, Any] = {"prefill": args.long, "ms": min(seconds(engine, prompt, 1) for _ in range(3)) * 1e3}
@@ -157,10 +173,17 @@ def _by_kernel(found: Any, steps: int) -> dict[str, Any]:
     return {**{name: sum(k[name] for k in kernels) for name in ("launches", "us")}, "kernels": kernels}
 
 
+def _drafts(row: dict[str, Any]) -> str:
+    """What drafts gave, in words."""
+    if "draft" not in row:
+        return ""
+    return f", acceptance length {row['acceptance']:.2f}, {row['tokens_s']:.1f} tokens/s"
+
+
 def _print(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         what = f"batch {row['batch']}, a step" if "batch" in row else f"prefill of {row['prefill']}"
-        print(f"{what}: {row['ms']:.3f} ms" + (f" (eager: {row['eager']})" if row.get("eager") else ""))
+        print(f"{what}: {row['ms']:.3f} ms{_drafts(row)}" + (f" (eager: {row['eager']})" if row.get("eager") else ""))
         step = row.get("step", {})
         if step.get("kernels"):
             print(f"  {step['us']:8.1f} us in {step['launches']:.0f} launches")

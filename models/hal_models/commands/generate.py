@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 
 from hal.batch import Sampling
 from hal.errors import HalError
@@ -21,19 +22,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, default=0, help="0: all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="one token that ends the text")
+    parser.add_argument("--draft", type=int, default=0, metavar="N", help="draft N tokens a step, 1 to 7 (0: none)")
     parser.add_argument("--report", action="store_true", help="print what was chosen to standard error")
     common(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Generate, streaming a single prompt; several come one after the other, each with its prompt."""
-    from hal_models import PAGE_SIZE
-    from hal_models.engine import Engine, Request
+    from hal_models.engine import Engine, Request, pages_of
     from hal_models.text import printable, text_of
 
     sampling = Sampling(args.temperature, args.top_p, args.top_k, args.seed)
     folder = checkpoint(args.checkpoint)
-    model = loaded(folder, args.dtype)
+    model = loaded(folder, args.dtype, args.draft)
     text = text_of(folder, model.cfg.vocab)
     stops = set(model.cfg.stops)
     for stop in args.stop:
@@ -42,8 +43,7 @@ def run(args: argparse.Namespace) -> int:
             raise HalError(f"generate: --stop: expected one token, {stop!r} is {len(ids)}")
         stops.add(ids[0])
     requests = [Request(text.encode(p), args.max_tokens, sampling, frozenset(stops)) for p in args.prompt]
-    pages = sum(-(-(len(r.prompt) + r.max_tokens) // PAGE_SIZE) for r in requests)
-    engine = Engine(model, slots=len(requests), pages=pages)
+    engine = Engine(model, slots=len(requests), pages=sum(pages_of(model, r) for r in requests))
     for request in requests:
         engine.add(request)
     out = sys.stdout if model.runtime.rank == 0 else None
@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     written, finish = [""] * len(requests), [""] * len(requests)
     tokens: list[list[int]] = [[] for _ in requests]
     live = out if len(requests) == 1 and not args.json else None
+    start = time.perf_counter()
     for event in engine.run():
         stream = streams[event.request]
         piece = stream.add(event.token) if event.token is not None else stream.end()
@@ -64,6 +65,9 @@ def run(args: argparse.Namespace) -> int:
         if live:
             live.write(piece)
             live.flush()
+    if args.draft and out:
+        rate = sum(map(len, tokens)) / (time.perf_counter() - start)
+        print(f"acceptance length {engine.acceptance:.2f}, {rate:.1f} tokens/s", file=sys.stderr)
     if out and args.json:
         rows = [
             {"prompt": printable(p), "text": w, "tokens": t, "finish": f}

@@ -34,12 +34,12 @@ def common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
-def loaded(folder: Path, dtype: str | None) -> Qwen35:
+def loaded(folder: Path, dtype: str | None, draft: int = 0) -> Qwen35:
     """The model with its weights, on the device that is here; joins the ranks that torchrun started."""
     from hal.comm import from_environment
 
     runtime = Runtime(policy=Policy.from_environment(), comm=from_environment())
-    model = Qwen35(configure(str(folder)).typed(dtype), runtime)
+    model = Qwen35(configure(str(folder)).typed(dtype), runtime, draft)
     with Bar("loading") as bar:
         load(model, folder, bar)
     return model

@@ -7,11 +7,13 @@ from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from hal import ops
-from hal.errors import CheckpointError, DivisionError
+from hal.errors import CheckpointError, DivisionError, HalError
 from hal.formats import Scheme, Tensor
 from hal.ops import Projection
 from hal_models import PAGE_SIZE
-from hal_models.qwen3_5.config import Config
+from hal_models.qwen3_5.config import Config, Kind
+
+MOST_DRAFTS = 7
 
 if TYPE_CHECKING:
     import torch
@@ -45,9 +47,9 @@ class Shares:
 
 
 class GatedDeltaNet:
-    """A linear-attention mixer."""
+    """A linear-attention mixer; ``draft`` tokens after the last one can be verified."""
 
-    def __init__(self, cfg: Config, share: Shares, rt: Runtime, name: str) -> None:
+    def __init__(self, cfg: Config, share: Shares, rt: Runtime, name: str, draft: int = 0) -> None:
         form, world = Tensor(cfg.dtype), share.world
         sizes: dict[str, Any] = {
             "key_heads": share.key_heads,
@@ -67,6 +69,7 @@ class GatedDeltaNet:
             feeds=self.out_proj,
             prefill=ops.GatedDeltaPrefill(**sizes, eps=cfg.eps),
             decode=ops.GatedDeltaDecode(**sizes, eps=cfg.eps),
+            verify=ops.GatedDeltaVerify(**sizes, eps=cfg.eps, queries=draft + 1) if draft else None,
         )
         widths = (
             ("q", key, "qkv"),
@@ -91,13 +94,15 @@ class GatedDeltaNet:
     def __call__(self, partial: torch.Tensor, residual: torch.Tensor, state: State, batch: Batch) -> Pair:
         projected, residual = self.in_proj(partial, residual)
         core = getattr(self.core, batch.mode)
+        # what is pending is the verify op's alone
+        state = state if batch.mode == "verify" else state[:2]
         return self.out_proj(core(projected, state, batch)), residual
 
 
 class Attention:
     """A full-attention mixer with an output gate."""
 
-    def __init__(self, cfg: Config, share: Shares, rt: Runtime, name: str) -> None:
+    def __init__(self, cfg: Config, share: Shares, rt: Runtime, name: str, draft: int = 0) -> None:
         form, world = Tensor(cfg.dtype), share.world
         pages: dict[str, Any] = {
             "kv_heads": share.kv_heads,
@@ -114,6 +119,7 @@ class Attention:
             feeds=self.o_proj,
             prefill=ops.AttentionPrefill(heads=share.heads, **pages),
             decode=ops.AttentionDecode(heads=share.heads, **pages),
+            verify=ops.AttentionVerify(heads=share.heads, **pages, queries=draft + 1) if draft else None,
             rope=ops.QKNormRope(
                 heads=share.heads,
                 rotary_dim=cfg.rotary_dim,
@@ -201,27 +207,55 @@ def _both(scheme: Scheme | None, hidden: int, intermediate: int) -> Scheme | Non
 class Layer:
     """A mixer, then a feed-forward."""
 
-    def __init__(self, cfg: Config, share: Shares, rt: Runtime, index: int) -> None:
-        name = f"layers.{index}"
+    def __init__(self, cfg: Config, share: Shares, rt: Runtime, name: str, kind: Kind, draft: int = 0) -> None:
         self.mixer: GatedDeltaNet | Attention
-        if cfg.layers[index] == "linear_attention":
-            self.mixer = GatedDeltaNet(cfg, share, rt, f"{name}.linear_attn")
+        if kind == "linear_attention":
+            self.mixer = GatedDeltaNet(cfg, share, rt, f"{name}.linear_attn", draft)
         else:
-            self.mixer = Attention(cfg, share, rt, f"{name}.self_attn")
+            self.mixer = Attention(cfg, share, rt, f"{name}.self_attn", draft)
         self.mlp = rt.bind(feed_forward(cfg, share, f"{name}.mlp"), f"{name}.mlp")
 
     def __call__(self, partial: torch.Tensor, residual: torch.Tensor, state: State, batch: Batch) -> Pair:
         return self.mlp(*self.mixer(partial, residual, state, batch))
 
 
-class Qwen35:
-    """The text model. ``new_state`` makes the pools that ``__call__`` is given."""
+class DraftHead:
+    """The layer that drafts (MTP): from a token and the hidden row before it to the token after.
 
-    def __init__(self, cfg: Config, rt: Runtime) -> None:
-        self.cfg, self.runtime = cfg, rt
+    ``hidden`` is the target's after its final norm, or for drafts of drafts this head's own. A row's
+    position is that of its hidden row: rotation sees differences only.
+    """
+
+    def __init__(self, cfg: Config, share: Shares, rt: Runtime, embed: Any, head: Any, draft: int) -> None:
+        scheme = head.choice.op.scheme
+        sizes: dict[str, Any] = {"hidden": cfg.hidden, "dtype": cfg.dtype, "eps": cfg.eps, "world": rt.world}
+        self.embed = embed
+        self.opens = rt.bind(ops.DraftIn(**sizes), "mtp.fc")
+        self.layer = Layer(cfg, share, rt, "mtp.layers.0", "full_attention", draft)
+        self.head = rt.bind(ops.Head(vocab=share.vocab, **sizes, scheme=scheme), "mtp.head", shares=head, own=("norm",))
+        self.pick = rt.bind(ops.ArgMax(vocab=cfg.vocab, dtype=cfg.dtype), "mtp.pick")
+        # the target's final norm where no logits are wanted
+        self.hidden = rt.bind(ops.AddRMSNorm(**sizes, out=Tensor(cfg.dtype)), "mtp.hidden", shares=head)
+
+    def __call__(self, ids: torch.Tensor, hidden: torch.Tensor, state: State, batch: Batch) -> Pair:
+        """The pair after the layer, for rows of next tokens and hidden rows; ``head`` takes it."""
+        token, nothing = self.embed(ids)
+        return self.layer(self.opens(token, hidden), nothing, state, batch)
+
+
+class Qwen35:
+    """The text model. ``new_state`` makes the pools that ``__call__`` is given.
+
+    ``draft``: tokens that its draft head may draft in a step, 1 to 7, which ``accept`` then judges; 0: none.
+    """
+
+    def __init__(self, cfg: Config, rt: Runtime, draft: int = 0) -> None:
+        if not 0 <= draft <= MOST_DRAFTS:
+            raise HalError(f"draft: expected 0 (none) to {MOST_DRAFTS} tokens, got {draft}")
+        self.cfg, self.runtime, self.draft = cfg, rt, draft
         self.shares = share = Shares(cfg, rt.world)
         self.embed = rt.bind(ops.Embed(vocab=share.vocab, hidden=cfg.hidden, dtype=cfg.dtype, world=rt.world), "embed")
-        self.layers = [Layer(cfg, share, rt, i) for i in range(len(cfg.layers))]
+        self.layers = [Layer(cfg, share, rt, f"layers.{i}", kind, draft) for i, kind in enumerate(cfg.layers)]
         scheme = None if cfg.tied else alone(cfg.scheme("lm_head"), share.vocab, cfg.hidden)
         sizes: dict[str, Any] = {"hidden": cfg.hidden, "dtype": cfg.dtype, "world": rt.world}
         self.head = rt.bind(
@@ -230,17 +264,21 @@ class Qwen35:
             shares=self.embed if cfg.tied else None,
         )
         self.sample = rt.bind(ops.Sample(vocab=cfg.vocab, dtype=cfg.dtype), "sample")
+        self.mtp: DraftHead | None = None
+        if draft:
+            self.accept = rt.bind(ops.Accept(vocab=cfg.vocab, dtype=cfg.dtype), "accept")
+            self.mtp = DraftHead(cfg, share, rt, self.embed, self.head, draft)
 
     def new_state(self, slots: int, pages: int) -> list[State]:
-        """A pool for each layer: of sequences for linear attention, of KV pages for full attention."""
+        """A pool for each layer: of sequences for linear attention, of KV pages for full; the draft head's last."""
         return [
             layer.mixer.state.new_state(slots if isinstance(layer.mixer, GatedDeltaNet) else pages)
-            for layer in self.layers
+            for layer in (*self.layers, *([self.mtp.layer] if self.mtp else []))
         ]
 
     def __call__(self, ids: torch.Tensor, state: list[State], batch: Batch) -> Pair:
         """The pair (partial, residual) after the last layer, ``[rows, hidden]``; ``head`` takes it."""
         partial, residual = self.embed(ids)
-        for layer, pools in zip(self.layers, state, strict=True):
+        for layer, pools in zip(self.layers, state, strict=False):
             partial, residual = layer(partial, residual, pools, batch)
         return partial, residual

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from hal.layout import Param
 from hal.ops.linear import input_scale
 from hal_models.files import Files
 from hal_models.qwen3_5.config import Config
-from hal_models.qwen3_5.model import Attention, GatedDeltaNet, Qwen35
+from hal_models.qwen3_5.model import Attention, GatedDeltaNet, Layer, Qwen35
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hal.binding import Group
 
 PREFIXES = ("model.language_model.", "language_model.model.", "model.")
+DRAFTS = ("", "model.", "language_model.", "model.language_model.")
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 SKIPPED = {
     "the draft head": r"(model\.|language_model\.|model\.language_model\.)?mtp\.",
@@ -64,7 +65,7 @@ def load(model: Qwen35, folder: Path, progress: Progress | None = None) -> Loade
     """
     with Files(folder) as files:
         prefix = _prefix(files, folder)
-        wanted = targets(model, files, prefix)
+        wanted = targets(model, files, prefix) | drafting(model, files)
         used: list[str] = []
         left: list[str] = []
         skipped: dict[str, list[str]] = {}
@@ -116,20 +117,17 @@ def targets(model: Qwen35, files: Files, prefix: str) -> dict[str, Target]:
         f"{prefix}norm.weight": Target(group(model.head), ("norm",)),
     }
     for index, layer in enumerate(model.layers):
-        name = f"{prefix}layers.{index}."
-        mixer = layer.mixer
-        names = _linear(mixer, group) if isinstance(mixer, GatedDeltaNet) else _attention(mixer, group)
-        found |= {name + key: target for key, target in names}
-        mlp = group(layer.mlp)
-        found[f"{name}post_attention_layernorm.weight"] = Target(mlp, ("norm",))
-        fused = f"{name}mlp.experts.gate_up_proj" in files
-        names = _experts(mlp, model.cfg.experts, fused) if model.cfg.experts else _dense(mlp)
-        found |= {f"{name}mlp.{key}": target for key, target in names}
+        found |= _layer(model, layer, files, f"{prefix}layers.{index}.")
     if not model.cfg.tied:
         # a second name of the head is a tensor that nothing takes
         name = next((name for name in HEADS if name in files), HEADS[0])
         found[name] = Target(group(model.head), ("weight",))
-    return {name: target for weight, whole in found.items() for name, target in _tensors(model.cfg, weight, whole)}
+    return _every(model.cfg, found)
+
+
+def _every(cfg: Config, found: Mapping[str, Target]) -> dict[str, Target]:
+    """The tensors of all modules, by name."""
+    return {name: target for weight, whole in found.items() for name, target in _tensors(cfg, weight, whole)}
 
 
 def _tensors(cfg: Config, weight: str, target: Target) -> Names:
@@ -149,6 +147,38 @@ def _tensors(cfg: Config, weight: str, target: Target) -> Names:
     yield f"{module}{dot}{scale}", replace(target, parts=scales, scale=True, spread=spread)
     if (fixed := input_scale(known[target.parts[0]].memory)) in known:
         yield f"{module}{dot}{names.input_scale}", Target(target.group, (fixed,), scale=True)
+
+
+def drafting(model: Qwen35, files: Files) -> dict[str, Target]:
+    """The same for the draft head, where the model has one. Errors: CheckpointError where the file has none."""
+    if model.mtp is None:
+        return {}
+    prefix = next((p for p in DRAFTS if f"{p}mtp.fc.weight" in files), None)
+    if prefix is None:
+        raise CheckpointError(
+            f"{files.folder}: {model.draft} drafts a step were asked for, and it holds no draft head: no mtp.fc.weight"
+        )
+    group, name = model.runtime.group_of, f"{prefix}mtp."
+    opens, head = group(model.mtp.opens), group(model.mtp.head)
+    found = {
+        f"{name}fc.weight": Target(opens, ("weight",)),
+        f"{name}pre_fc_norm_embedding.weight": Target(opens, ("token_norm",)),
+        f"{name}pre_fc_norm_hidden.weight": Target(opens, ("hidden_norm",)),
+        f"{name}norm.weight": Target(head, ("norm",)),
+        **_layer(model, model.mtp.layer, files, f"{name}layers.0."),
+    }
+    return _every(model.cfg, found)
+
+
+def _layer(model: Qwen35, layer: Layer, files: Files, name: str) -> dict[str, Target]:
+    group, mixer = model.runtime.group_of, layer.mixer
+    names = _linear(mixer, group) if isinstance(mixer, GatedDeltaNet) else _attention(mixer, group)
+    found = {name + key: target for key, target in names}
+    mlp = group(layer.mlp)
+    found[f"{name}post_attention_layernorm.weight"] = Target(mlp, ("norm",))
+    fused = f"{name}mlp.experts.gate_up_proj" in files
+    names = _experts(mlp, model.cfg.experts, fused) if model.cfg.experts else _dense(mlp)
+    return found | {f"{name}mlp.{key}": target for key, target in names}
 
 
 Names = Iterator[tuple[str, Target]]

@@ -95,16 +95,22 @@ def remember(pool: Tensor, g: Grid, layout: Layout, window: Tensor) -> None:
     pool[g.slots[row], :, position[row, column] % pool.shape[2]] = window[row, column].to(pool.dtype)
 
 
-def convolved(x: Tensor, pool: Tensor, weight: Tensor, g: Grid, layout: Layout) -> Tensor:
-    """Causal convolution with SiLU ``[live, longest, channels]``; the pool moves on."""
-    kept = weight.shape[1] - 1
-    series = torch.cat([recent(pool, g, layout, kept), g.spread(x)[g.live]], 1)
-    length = series.shape[1] - kept
+def tapped(x: Tensor, past: Tensor, weight: Tensor) -> Tensor:
+    """Causal convolution with SiLU of x ``[live, longest, channels]`` after ``past``."""
+    series = torch.cat([past, x], 1)
     taps = weight.float().T
-    out = sum((series[:, j : j + length] * taps[j] for j in range(kept + 1)), torch.zeros(()))
-    last = g.lengths[g.live, None] + torch.arange(kept, device=x.device)
-    remember(pool, g, layout, series.gather(1, last[..., None].expand(-1, -1, series.shape[2])))
+    out = sum((series[:, j : j + x.shape[1]] * taps[j] for j in range(len(taps))), torch.zeros(()))
     return torch.nn.functional.silu(out)
+
+
+def convolved(x: Tensor, pool: Tensor, weight: Tensor, g: Grid, layout: Layout) -> Tensor:
+    """``tapped`` ``[live, longest, channels]``; the pool moves on."""
+    kept = weight.shape[1] - 1
+    past, x = recent(pool, g, layout, kept), g.spread(x)[g.live]
+    last = g.lengths[g.live, None] + torch.arange(kept, device=x.device)
+    series = torch.cat([past, x], 1)
+    remember(pool, g, layout, series.gather(1, last[..., None].expand(-1, -1, series.shape[2])))
+    return tapped(x, past, weight)
 
 
 def unit(x: Tensor) -> Tensor:
@@ -112,14 +118,24 @@ def unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def ruled(
-    qkv: Tensor, b: Tensor, a: Tensor, a_log: Tensor, dt_bias: Tensor, pool: Tensor, g: Grid, op: DeltaSizes
-) -> Tensor:
-    """The delta rule over ``[live, longest, ...]``; gives o ``[live, longest, value_heads, V]``.
+@dataclass(frozen=True)
+class Heads:
+    """What the delta rule takes, ``[live, key_heads, value heads of each, longest, ...]``: keys are never repeated."""
 
-    ``pool`` is ``[slots, value_heads, V, K]`` (any strides) and moves on. Heads are kept as
-    ``[key_heads, value heads of each]``, so that keys are never repeated.
-    """
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    log_decay: Tensor
+
+    def cut(self, part: slice) -> Heads:
+        """Some of the tokens."""
+        q, k, v = (x[..., part, :] for x in (self.q, self.k, self.v))
+        return Heads(q, k, v, self.beta[..., part], self.log_decay[..., part])
+
+
+def heads(qkv: Tensor, b: Tensor, a: Tensor, a_log: Tensor, dt_bias: Tensor, g: Grid, op: DeltaSizes) -> Heads:
+    """From ``[live, longest, ...]`` after the convolution; what is not real changes nothing."""
     count, length = qkv.shape[:2]
     group = op.value_heads // op.key_heads
     q, k, v = qkv.split(op.widths, -1)
@@ -131,41 +147,59 @@ def ruled(
     real = g.real[g.live]
     log_decay = torch.where(real[..., None], log_decay, 0.0)
     log_decay = log_decay.view(count, length, op.key_heads, group).permute(0, 2, 3, 1)
-    beta = torch.where(real[:, None, None], beta, 0.0)
-    fresh = (g.contexts[g.live] == 0)[:, None, None, None]
-    state = torch.where(fresh, 0.0, pool[g.slots].float())
-    state = state.view(count, op.key_heads, group, op.value_head_dim, op.key_head_dim)
+    return Heads(q, k, v, torch.where(real[:, None, None], beta, 0.0), log_decay)
+
+
+def held(pool: Tensor, g: Grid, fresh: Tensor, op: DeltaSizes) -> Tensor:
+    """States of sequences ``[live, key_heads, group, V, K]``, zero where ``fresh``; pool ``[slots, heads, V, K]``."""
+    state = torch.where(fresh[:, None, None, None], 0.0, pool[g.slots].float())
+    group = op.value_heads // op.key_heads
+    return state.view(len(state), op.key_heads, group, *state.shape[2:])
+
+
+def ruled(
+    qkv: Tensor, b: Tensor, a: Tensor, a_log: Tensor, dt_bias: Tensor, pool: Tensor, g: Grid, op: DeltaSizes
+) -> Tensor:
+    """The delta rule over ``[live, longest, ...]``; gives o ``[live, longest, value_heads, V]``.
+
+    ``pool`` is ``[slots, value_heads, V, K]`` (any strides) and moves on.
+    """
+    tokens = heads(qkv, b, a, a_log, dt_bias, g, op)
+    state = held(pool, g, g.contexts[g.live] == 0, op)
     chunks = []
-    for at in range(0, length, CHUNK):
-        cut = slice(at, at + CHUNK)
-        out, state = chunk(q[..., cut, :], k[..., cut, :], v[..., cut, :], beta[..., cut], log_decay[..., cut], state)
+    for at in range(0, qkv.shape[1], CHUNK):
+        some = tokens.cut(slice(at, at + CHUNK))
+        out, error = chunk(some, state)
+        state = moved_on(state, some.k, error, some.log_decay)
         chunks.append(out)
     pool[g.slots] = state.flatten(1, 2).to(pool.dtype)
-    out = torch.cat(chunks, 3) if chunks else v
+    out = torch.cat(chunks, 3) if chunks else tokens.v
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def chunk(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Up to 64 tokens at once; sequences, key heads and groups lead every shape.
+def chunk(x: Heads, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Up to 64 tokens at once from the state before them: outputs and errors.
 
     With G the cumulated log decay, every exponential is of a difference that is 0 or less.
     The errors e solve (1 + A) e = beta (v - exp(G) S k), A_ij = beta_i exp(G_i - G_j) k_i k_j, j < i.
     """
-    total = log_decay.cumsum(-1)
+    total = x.log_decay.cumsum(-1)
     between = total[..., :, None] - total[..., None, :]
-    lower = torch.ones(between.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    lower = torch.ones(between.shape[-2:], dtype=torch.bool, device=total.device).tril()
     decay = torch.where(lower, between, -torch.inf).exp()
     since = total.exp()[..., None]
-    if q.shape[-2] == 1:
-        error = beta[..., None] * (v - since * (k @ state.transpose(-1, -2)))
-    else:
-        mixed = (k @ k.transpose(-1, -2)) * decay * beta[..., None]
-        right = beta[..., None] * (v - since * (k @ state.transpose(-1, -2)))
-        error = torch.linalg.solve_triangular(mixed.tril(-1), right, upper=False, unitriangular=True)
-    out = since * (q @ state.transpose(-1, -2)) + ((q @ k.transpose(-1, -2)) * decay) @ error
+    error = x.beta[..., None] * (x.v - since * (x.k @ state.transpose(-1, -2)))
+    if total.shape[-1] > 1:
+        mixed = (x.k @ x.k.transpose(-1, -2)) * decay * x.beta[..., None]
+        error = torch.linalg.solve_triangular(mixed.tril(-1), error, upper=False, unitriangular=True)
+    return since * (x.q @ state.transpose(-1, -2)) + ((x.q @ x.k.transpose(-1, -2)) * decay) @ error, error
+
+
+def moved_on(state: Tensor, k: Tensor, error: Tensor, log_decay: Tensor) -> Tensor:
+    """The state after tokens of known errors."""
+    total = log_decay.cumsum(-1)
     to_end = (total[..., -1:] - total).exp()[..., None]
-    state = total[..., -1].exp()[..., None, None] * state + (error * to_end).transpose(-1, -2) @ k
-    return out, state
+    return total[..., -1].exp()[..., None, None] * state + (error * to_end).transpose(-1, -2) @ k
 
 
 def vk(pool: Tensor, layout: Layout) -> Tensor:
@@ -173,26 +207,33 @@ def vk(pool: Tensor, layout: Layout) -> Tensor:
     return pool.transpose(-1, -2) if isinstance(layout, KV) else pool
 
 
+def finished(site: Site) -> Callable[[Tensor, Tensor, Grid], Any]:
+    """Gated norm of o ``[live, longest, value_heads, V]`` with the rows of z, in the format of the output."""
+    op, norm, kind = site.op, site.weight("norm"), getattr(torch, site.op.dtype)
+
+    def run(o: Tensor, z: Tensor, g: Grid) -> Any:
+        gate = torch.nn.functional.silu(g.spread(z)[g.live]).unflatten(-1, (op.value_heads, -1))
+        spread = o.new_zeros(*g.real.shape, op.value_dim)
+        spread[g.live] = (normed(o, norm, op.eps, 0.0) * gate).flatten(2)
+        out = g.collect(spread)
+        if isinstance(op.out, Quantized):
+            return encode(out.to(kind).float(), op.out, site.scales["out"])
+        return out.to(kind)
+
+    return run
+
+
 def _core(site: Site, where: Callable[[Batch], Grid]) -> Call:
-    op = site.op
-    weight, norm = site.weight("conv_weight", Packed()), site.weight("norm")
-    a_log, dt_bias = site.weight("A_log"), site.weight("dt_bias")
+    op, finish = site.op, finished(site)
+    weight, a_log, dt_bias = site.weight("conv_weight", Packed()), site.weight("A_log"), site.weight("dt_bias")
     conv_layout, delta_layout = site.layouts["conv"], site.layouts["delta"]
-    kind = getattr(torch, op.dtype)
 
     def run(projected: tuple[Tensor, ...], state: tuple[Tensor, Tensor], batch: Batch) -> Any:
         qkv, z, b, a = projected
         g = where(batch)
         x = convolved(qkv, state[0], weight, g, conv_layout)
         ba = (g.spread(b)[g.live], g.spread(a)[g.live])
-        o = ruled(x, *ba, a_log, dt_bias, vk(state[1], delta_layout), g, op)
-        gate = torch.nn.functional.silu(g.spread(z)[g.live]).unflatten(-1, (op.value_heads, -1))
-        spread = x.new_zeros(*g.real.shape, op.value_dim)
-        spread[g.live] = (normed(o, norm, op.eps, 0.0) * gate).flatten(2)
-        out = g.collect(spread)
-        if isinstance(op.out, Quantized):
-            return encode(out.to(kind).float(), op.out, site.scales["out"])
-        return out.to(kind)
+        return finish(ruled(x, *ba, a_log, dt_bias, vk(state[1], delta_layout), g, op), z, g)
 
     return run
 

@@ -97,6 +97,28 @@ def argmax(site: Site) -> Call:
     return lambda logits: logits.argmax(-1)
 
 
+def sampled(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, uniform: Tensor) -> Tensor:
+    """An id of each row ``[rows, vocab]``, as the row's numbers say."""
+    # stable: of equal logits the lower id comes first
+    ordered, ids = logits.float().sort(dim=-1, descending=True, stable=True)
+    heat = temperature[:, None]
+    # differences first: a small temperature must not overflow
+    p = ((ordered - ordered[:, :1]) / torch.where(heat > 0, heat, 1.0)).softmax(-1)
+    place = torch.arange(p.shape[1], device=p.device)
+    k = top_k[:, None]
+    p = torch.where((k == 0) | (place < k), p, 0.0)
+    total = p.cumsum(-1)
+    p = torch.where((place == 0) | (total - p < top_p[:, None] * total[:, -1:]), p, 0.0)
+    p[:, 0] = torch.where(heat[:, 0] > 0, p[:, 0], 1.0)
+    total = p.cumsum(-1)
+    within = (total > uniform[:, None] * total[:, -1:]) & (p > 0)
+    # rounding may leave none above: then the last one that is kept
+    last = (p > 0).sum(-1, keepdim=True) - 1
+    at = torch.where(within.any(-1, keepdim=True), within.int().argmax(-1, keepdim=True), last)
+    at = torch.where(heat > 0, at, 0)
+    return ids.gather(1, at)[:, 0]
+
+
 def sample(site: Site) -> Call:
     greedy = site.parts["greedy"]
 
@@ -105,23 +127,6 @@ def sample(site: Site) -> Call:
             return batch.slots.new_zeros(0, dtype=torch.int64)
         if batch.host.greedy:
             return cast(Tensor, greedy(logits))
-        # stable: of equal logits the lower id comes first
-        ordered, ids = logits.float().sort(dim=-1, descending=True, stable=True)
-        heat = batch.temperature[:, None]
-        # differences first: a small temperature must not overflow
-        p = ((ordered - ordered[:, :1]) / torch.where(heat > 0, heat, 1.0)).softmax(-1)
-        place = torch.arange(p.shape[1], device=p.device)
-        k = batch.top_k[:, None]
-        p = torch.where((k == 0) | (place < k), p, 0.0)
-        total = p.cumsum(-1)
-        p = torch.where((place == 0) | (total - p < batch.top_p[:, None] * total[:, -1:]), p, 0.0)
-        p[:, 0] = torch.where(heat[:, 0] > 0, p[:, 0], 1.0)
-        total = p.cumsum(-1)
-        within = (total > batch.uniform[:, None] * total[:, -1:]) & (p > 0)
-        # rounding may leave none above: then the last one that is kept
-        last = (p > 0).sum(-1, keepdim=True) - 1
-        at = torch.where(within.any(-1, keepdim=True), within.int().argmax(-1, keepdim=True), last)
-        at = torch.where(heat > 0, at, 0)
-        return ids.gather(1, at)[:, 0]
+        return sampled(logits, batch.temperature, batch.top_p, batch.top_k, batch.uniform)
 
     return run
