@@ -202,7 +202,7 @@ class GatedDelta(DeltaSizes, Op[["tuple[torch.Tensor, ...]", "tuple[torch.Tensor
             super().adjust(variant, problem)
 
 
-def ratios(op: Any) -> list[tuple[str, Any]]:
+def _ratios(op: Any) -> list[tuple[str, Any]]:
     return [
         (
             f"ratio {ratio}, K {k}, V {v}",
@@ -227,7 +227,7 @@ class GatedDeltaPrefill(GatedDelta):
     @classmethod
     def cases(cls) -> Sequence[Case]:
         op = cls(key_heads=2, value_heads=4, key_head_dim=16, value_head_dim=8)
-        found = [Case(name, o, *RAGGED, mode="prefill") for name, o in ratios(op)]
+        found = [Case(name, o, *RAGGED, mode="prefill") for name, o in _ratios(op)]
         for variant in (*DECAYS, "zero keys"):
             found.append(Case(variant, op, (64, 65), (0, 3), (1, 0), variant, "prefill"))
         return [
@@ -254,7 +254,7 @@ class GatedDeltaDecode(GatedDelta):
         op = cls(key_heads=2, value_heads=4, key_head_dim=16, value_head_dim=8)
         wide = replace(op, key_heads=1, value_heads=2, key_head_dim=64, value_head_dim=64)
         three = ((1, 1, 1), (1, 9, 2), (5, 0, 3))
-        found = [Case(name, o, *three, mode="decode") for name, o in ratios(op)]
+        found = [Case(name, o, *three, mode="decode") for name, o in _ratios(op)]
         for variant in ("no decay", "full decay", "zero keys"):
             found.append(Case(variant, op, *three, variant, "decode"))
         return [
@@ -386,7 +386,7 @@ class GatedDeltaUpdate(
             Case("head dim 128, one to one", replace(wide, key_heads=2), *RAGGED, mode="prefill"),
             Case("head dim 128, padding", replace(wide, state_dtype="bfloat16"), *among, mode="prefill"),
             *(Case(f"head dim 128, {v}", wide, (5,), (3,), (0,), v, "prefill") for v in DECAYS),
-            *(Case(name, o, (1, 1, 1), (1, 9, 0), (5, 0, 3), mode="decode") for name, o in ratios(one)),
+            *(Case(name, o, (1, 1, 1), (1, 9, 0), (5, 0, 3), mode="decode") for name, o in _ratios(one)),
             Case("padding", one, (1, 1), (1, 9), (5, -1), mode="decode"),
             Case("no rows", one, (), (), (), mode="decode"),
         ]

@@ -13,6 +13,7 @@ backend = Backend(
         "hal_triton.moe",
         "hal_triton.gated_delta",
         "hal_triton.conv",
+        "hal_triton.drafts",
         "hal_triton.fla",
     ),
 )

@@ -21,7 +21,7 @@ WAVES = 2  # programs per compute unit that decode aims for
 MOST_SPLITS = 64
 
 
-class _Attention(Kernel[Any]):
+class PagedAttention(Kernel[Any]):
     tier: ClassVar[Tier] = "portable"
     needs = TRITON
 
@@ -46,7 +46,7 @@ def roomy(op: Any, device: Device) -> bool:
 
 
 @kernel("triton.attention_decode", code=f"{CODE}:decode")
-class TritonAttentionDecode(_Attention, Kernel[AttentionDecode]):
+class TritonAttentionDecode(PagedAttention, Kernel[AttentionDecode]):
     """All query heads of a KV head in one program, keys split over a fixed grid; then one launch joins the splits.
 
     How many splits follows from the rows alone, lengths are read on the device: a captured
@@ -70,7 +70,7 @@ class TritonAttentionDecode(_Attention, Kernel[AttentionDecode]):
 
 
 @kernel("triton.attention_prefill", code=f"{CODE}:prefill")
-class TritonAttentionPrefill(_Attention, Kernel[AttentionPrefill]):
+class TritonAttentionPrefill(PagedAttention, Kernel[AttentionPrefill]):
     """Tiles of tokens and the query heads of a KV head, keys in blocks with a running softmax.
 
     Which tile is whose is planned once a step.

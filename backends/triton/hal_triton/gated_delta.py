@@ -12,6 +12,7 @@ from hal.kernel import Kernel, Rows, Tier, kernel
 from hal.layout import VK, Layout, Ring
 from hal.numerics import REASSOCIATED, Numerics
 from hal.ops import GatedDeltaDecode
+from hal.ops.gated_delta import DeltaSizes
 from hal.requirement import Reason
 from hal_triton.needs import TRITON, next_power_of_2, overlaps
 
@@ -25,19 +26,24 @@ def _common(device: Device) -> Mapping[str, Any]:
     return {"num_stages": 1, "ONCE": device.value("vendor") == "cuda", "PDL": overlaps(device)}
 
 
+def sizes_refused(op: DeltaSizes) -> Reason | None:
+    """Why a program cannot hold the rows of a head, or nothing."""
+    if op.value_heads % op.key_heads:
+        return Reason(
+            "op", f"needs value_heads to be a multiple of key_heads; they are {op.value_heads} and {op.key_heads}"
+        )
+    if max(op.key_head_dim, op.value_head_dim) > WIDEST:
+        dims = f"{op.key_head_dim} and {op.value_head_dim}"
+        return Reason("op", f"needs head dims of at most {WIDEST}; key and value head dim are {dims}")
+    return None
+
+
 class _Decode(Kernel[Any]):
     tier: ClassVar[Tier] = "fused"
     needs = TRITON
 
     def refuses(self, op: GatedDeltaDecode, device: Device) -> Reason | None:
-        if op.value_heads % op.key_heads:
-            return Reason(
-                "op", f"needs value_heads to be a multiple of key_heads; they are {op.value_heads} and {op.key_heads}"
-            )
-        if max(op.key_head_dim, op.value_head_dim) > WIDEST:
-            dims = f"{op.key_head_dim} and {op.value_head_dim}"
-            return Reason("op", f"needs head dims of at most {WIDEST}; key and value head dim are {dims}")
-        return None
+        return sizes_refused(op)
 
     def reads(self, op: GatedDeltaDecode, device: Device) -> Mapping[str, tuple[Layout, ...]]:
         return {"conv": (Ring(op.conv_width),), "delta": (VK(),)}

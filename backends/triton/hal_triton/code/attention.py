@@ -25,7 +25,7 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def _attend(
+def attend(
     q, top, total, mixed, kv_ptr, table_ptr, position, start, stop, scale, kv_page, kv_side, kv_cell,
     MASKED: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +57,7 @@ def _attend(
 
 
 @triton.jit
-def _encoded(value, scale_ptr, limit, like: tl.constexpr, ENCODE: tl.constexpr):
+def encoded(value, scale_ptr, limit, like: tl.constexpr, ENCODE: tl.constexpr):
     """As rounded to ``like``, over the scale."""
     if ENCODE:
         value = value.to(like).to(tl.float32) / tl.load(scale_ptr)
@@ -103,17 +103,17 @@ def decode_kernel(
         table_ptr += row.to(tl.int64) * table_row
         position = tl.full([GROUP_BLOCK], 0, tl.int32) + (length - 1)
         whole = start + (stop - start) // BLOCK_N * BLOCK_N
-        top, total, mixed = _attend(
+        top, total, mixed = attend(
             q, top, total, mixed, kv_ptr, table_ptr, position, start, whole, scale, kv_page, kv_side, kv_cell,
             False, PAGE, HEAD_DIM, BLOCK_N,
         )  # fmt: skip
-        top, total, mixed = _attend(
+        top, total, mixed = attend(
             q, top, total, mixed, kv_ptr, table_ptr, position, whole, stop, scale, kv_page, kv_side, kv_cell,
             True, PAGE, HEAD_DIM, BLOCK_N,
         )  # fmt: skip
         if ALONE:
             value = mixed / tl.where(total > 0, total, 1.0)[:, None] * tl.sigmoid(gate)
-            value = _encoded(value, scale_ptr, limit, gate_ptr.dtype.element_ty, ENCODE)
+            value = encoded(value, scale_ptr, limit, gate_ptr.dtype.element_ty, ENCODE)
             tl.store(out_ptr, value.to(out_ptr.dtype.element_ty), mask=inside[:, None])
         else:
             tl.store(mixed_ptr + partial[:, None] * HEAD_DIM + column[None, :], mixed, mask=inside[:, None])
@@ -142,7 +142,7 @@ def join_kernel(
     value = tl.sum(mixed * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
     gate = tl.load(gate_ptr + row * gate_row + head * gate_head + column).to(tl.float32)
     value = tl.where(total > 0, value * tl.sigmoid(gate), 0.0)
-    value = _encoded(value, scale_ptr, limit, gate_ptr.dtype.element_ty, ENCODE)
+    value = encoded(value, scale_ptr, limit, gate_ptr.dtype.element_ty, ENCODE)
     tl.store(out_ptr + tl.program_id(0).to(tl.int64) * HEAD_DIM + column, value.to(out_ptr.dtype.element_ty))
 
 
@@ -175,22 +175,22 @@ def prefill_kernel(
         whole = (context + at + 1) // BLOCK_N * BLOCK_N
         kv_ptr += head.to(tl.int64) * kv_head
         table_ptr += sequence.to(tl.int64) * table_row
-        top, total, mixed = _attend(
+        top, total, mixed = attend(
             q, top, total, mixed, kv_ptr, table_ptr, context + token, 0, whole, scale, kv_page, kv_side, kv_cell,
             False, PAGE, HEAD_DIM, BLOCK_N,
         )  # fmt: skip
-        top, total, mixed = _attend(
+        top, total, mixed = attend(
             q, top, total, mixed, kv_ptr, table_ptr, context + token, whole, stop, scale, kv_page, kv_side, kv_cell,
             True, PAGE, HEAD_DIM, BLOCK_N,
         )  # fmt: skip
     gate = tl.load(gate_ptr + (row * gate_row + heads * gate_head)[:, None] + column[None, :], mask=inside, other=0.0)
     value = mixed / tl.where(total > 0, total, 1.0)[:, None] * tl.sigmoid(gate.to(tl.float32))
-    value = _encoded(tl.where(present, value, 0.0), scale_ptr, limit, gate_ptr.dtype.element_ty, ENCODE)
+    value = encoded(tl.where(present, value, 0.0), scale_ptr, limit, gate_ptr.dtype.element_ty, ENCODE)
     place = (row * (KV_HEADS * GROUP) + heads) * HEAD_DIM
     tl.store(out_ptr + place[:, None] + column[None, :], value.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-class _Out:
+class Out:
     """Makes and wraps what an op gives, in its dtype or static fp8."""
 
     def __init__(self, site: Site) -> None:
@@ -202,16 +202,34 @@ class _Out:
     def empty(self, q: Tensor) -> Tensor:
         return torch.empty((q.shape[0], self.op.heads * self.op.head_dim), dtype=self.kind, device=q.device)
 
+    def scale_or(self, other: Tensor) -> Tensor:
+        """What a kernel is passed as scale: anything where nothing is encoded, for it is never read."""
+        return other if self.scale is None else self.scale
+
     def wrap(self, out: Tensor) -> Tensor | Encoded:
         return out if self.scale is None else Encoded(out, self.scale)
 
 
+def join(op: Any, pdl: bool) -> Callable[..., None]:
+    """The launch that joins splits."""
+    block_d = min(op.head_dim, 64)
+    joining = launched({"num_warps": 4, "PDL": pdl})
+
+    def run(mixed: Tensor, tops: Tensor, totals: Tensor, gate: Tensor, out: Tensor, result: Out, splits: int) -> None:
+        join_kernel[(out.shape[0] * op.heads, op.head_dim // block_d)](
+            mixed, tops, totals, gate, out, result.scale_or(gate), result.limit, splits,
+            gate.stride(0), gate.stride(1), KV_HEADS=op.kv_heads, GROUP=op.heads // op.kv_heads, HEAD_DIM=op.head_dim,
+            SPLITS=splits, BLOCK_D=block_d, ENCODE=result.encode, **joining,
+        )  # fmt: skip
+
+    return run
+
+
 def decode(site: Site) -> Call:
-    op, settings, result = site.op, dict(site.settings), _Out(site)
+    op, settings, result = site.op, dict(site.settings), Out(site)
     programs, most = settings.pop("programs"), settings.pop("most_splits")
     group, scale = op.heads // op.kv_heads, LOG2_E * op.head_dim**-0.5
-    block_d = min(op.head_dim, 64)
-    joining = launched({"num_warps": 4, "PDL": settings["PDL"]})
+    joined = join(op, settings["PDL"])
 
     def run(q: Tensor, gate: Tensor, state: tuple[Tensor], batch: Batch) -> Any:
         rows, (kv,), out = q.shape[0], state, result.empty(q)
@@ -222,22 +240,15 @@ def decode(site: Site) -> Call:
         partial = 0 if splits == 1 else rows
         mixed = torch.empty((partial, op.heads, splits, op.head_dim), dtype=torch.float32, device=q.device)
         tops, totals = torch.empty((2, partial, op.heads, splits), dtype=torch.float32, device=q.device)
-        # never read where nothing is encoded
-        scale_or = gate if result.scale is None else result.scale
         decode_kernel[(rows * op.kv_heads, splits)](
             q, kv, batch.slots, batch.kv_lengths, batch.page_table, mixed, tops, totals, scale,
             q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3),
-            batch.page_table.stride(0), gate, out, scale_or, result.limit, gate.stride(0), gate.stride(1),
+            batch.page_table.stride(0), gate, out, result.scale_or(gate), result.limit, gate.stride(0), gate.stride(1),
             KV_HEADS=op.kv_heads, GROUP=group, PAGE=op.page_size, HEAD_DIM=op.head_dim, ALONE=splits == 1,
             ENCODE=result.encode, **launched(settings),
         )  # fmt: skip
-        if splits == 1:
-            return result.wrap(out)
-        join_kernel[(rows * op.heads, op.head_dim // block_d)](
-            mixed, tops, totals, gate, out, scale_or, result.limit, splits,
-            gate.stride(0), gate.stride(1), KV_HEADS=op.kv_heads, GROUP=group, HEAD_DIM=op.head_dim,
-            SPLITS=splits, BLOCK_D=block_d, ENCODE=result.encode, **joining,
-        )  # fmt: skip
+        if splits > 1:
+            joined(mixed, tops, totals, gate, out, result, splits)
         return result.wrap(out)
 
     return run
@@ -265,7 +276,7 @@ def tiles(block: int) -> Callable[[Batch], Tiles]:
 
 
 def prefill(site: Site) -> Call:
-    op, settings, result = site.op, dict(site.settings), _Out(site)
+    op, settings, result = site.op, dict(site.settings), Out(site)
     group, scale = op.heads // op.kv_heads, LOG2_E * op.head_dim**-0.5
     key = site.planned(tiles(settings["BLOCK_T"]))
 
@@ -277,7 +288,7 @@ def prefill(site: Site) -> Call:
         if plan.table.shape[0]:
             prefill_kernel[(plan.table.shape[0], op.kv_heads)](
                 q, gate, kv, plan.table, batch.slots, batch.contexts, batch.cu_seqlens, batch.page_table, out,
-                plan.table if result.scale is None else result.scale, result.limit, scale, q.stride(0), q.stride(1),
+                result.scale_or(plan.table), result.limit, scale, q.stride(0), q.stride(1),
                 gate.stride(0), gate.stride(1), kv.stride(0), kv.stride(1), kv.stride(2), kv.stride(3),
                 batch.page_table.stride(0), KV_HEADS=op.kv_heads, GROUP=group, PAGE=op.page_size,
                 HEAD_DIM=op.head_dim, ENCODE=result.encode, **launched(settings),

@@ -33,6 +33,7 @@ class Core:
         self.encode = isinstance(op.out, Quantized)
         self.kind = getattr(torch, op.out.value if self.encode else op.dtype)
         self.scale = site.scales["out"] if self.encode else self.small[0]
+        self.limit = op.out.limit if self.encode else 0.0
         self.sizes = {
             "KEY_HEADS": op.key_heads,
             "HEADS": op.value_heads,
@@ -54,11 +55,10 @@ class Core:
         """Positional and named arguments, without the workspace."""
         ring, delta = state
         words = self.words and ring.stride(0) % 4 == 0 and ring.data_ptr() % 8 == 0
-        limit = self.op.out.limit if self.encode else 0.0
         given = (
             *projected, *(x.stride(0) for x in projected),
             batch.slots, batch.contexts, ring, delta, ring.stride(0), delta.stride(0),
-            self.weight, *self.small, out, self.scale, self.op.eps, limit,
+            self.weight, *self.small, out, self.scale, self.op.eps, self.limit,
         )  # fmt: skip
         return given, {**self.sizes, "WORDS": words, **launched(self.settings)}
 

@@ -1,0 +1,98 @@
+"""Declarations: drafted tokens, in the core of a Gated DeltaNet layer and in attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from hal.device import Device
+from hal.formats import STATIC_FP8, Format, Tensor, dtype
+from hal.kernel import Kernel, Rows, Tier, kernel
+from hal.layout import VK, Layout, Ring, Tail
+from hal.ops import AttentionVerify, GatedDeltaVerify
+from hal.requirement import Reason
+from hal_triton.attention import MOST_SPLITS, WAVES, PagedAttention, roomy
+from hal_triton.gated_delta import WAVES as CORE_WAVES
+from hal_triton.gated_delta import sizes_refused
+from hal_triton.needs import TRITON, next_power_of_2, overlaps
+
+CODE = "hal_triton.code.drafts"
+MOST_QUERIES = 8  # a program holds the keys of all rows, and of all that are pending
+
+
+class _Verify(Kernel[Any]):
+    tier: ClassVar[Tier] = "fused"
+    needs = TRITON
+
+    def refuses(self, op: GatedDeltaVerify, device: Device) -> Reason | None:
+        if op.queries > MOST_QUERIES:
+            return Reason("op", f"needs at most {MOST_QUERIES} rows of a sequence; queries is {op.queries}")
+        if op.key_head_dim % 4:
+            return Reason("op", f"needs key_head_dim a multiple of 4; it is {op.key_head_dim}")
+        return sizes_refused(op)
+
+    def reads(self, op: GatedDeltaVerify, device: Device) -> Mapping[str, tuple[Layout, ...]]:
+        rings = {"conv": (Ring(op.conv_width - 1 + op.queries),), "pending": (Tail(2 * op.queries),)}
+        return {**rings, "delta": (VK(),)}
+
+    def makes(self, op: GatedDeltaVerify) -> tuple[Format, ...]:
+        return (Tensor(op.dtype), STATIC_FP8)
+
+
+def launch(op: GatedDeltaVerify, device: Device, split: int, stages: int) -> dict[str, Any]:
+    """Rows side by side spare exchanges between lanes and cost registers: two where few keys are held."""
+    block = min(next_power_of_2(op.value_head_dim), 8)
+    side = 2 if op.queries <= 4 and block > 1 else 1
+    return {"SPLIT": split, "BV": block, "SIDE": side, "STAGES": stages, "num_warps": 1, "PDL": overlaps(device)}
+
+
+@kernel("triton.verify_whole", code=f"{CODE}:verify")
+class VerifyWhole(_Verify, Kernel[GatedDeltaVerify]):
+    """A program a sequence and value head: pending tokens, convolution, delta rule of all rows, norm."""
+
+    def settings(self, op: GatedDeltaVerify, device: Device) -> Mapping[str, Any]:
+        return launch(op, device, 1, 3)
+
+
+@kernel("triton.verify_split", code=f"{CODE}:verify")
+class VerifySplit(_Verify, Kernel[GatedDeltaVerify]):
+    """V split over programs, for few sequences; the last program of a head does its norm."""
+
+    def refuses(self, op: GatedDeltaVerify, device: Device) -> Reason | None:
+        if device.value("compute_units") is None:
+            return Reason("device", f"needs compute_units, to know how few rows are; {device.label} has unknown")
+        return super().refuses(op, device)
+
+    def rows(self, op: GatedDeltaVerify, device: Device) -> Rows:
+        return (1, op.queries * self._sequences(op, device))
+
+    def settings(self, op: GatedDeltaVerify, device: Device) -> Mapping[str, Any]:
+        # one wave a program: what it wrote lies before its count on any device
+        found = launch(op, device, 1, 1)
+        split = next_power_of_2(op.value_head_dim) // found["BV"]
+        return {**found, "SPLIT": split, "sequences": self.rows(op, device)[1]}
+
+    def _sequences(self, op: GatedDeltaVerify, device: Device) -> int:
+        units = device.value("compute_units")
+        return max(1, CORE_WAVES * units // op.value_heads if isinstance(units, int) else 1)
+
+
+@kernel("triton.attention_verify", code=f"{CODE}:attention")
+class TritonAttentionVerify(PagedAttention, Kernel[AttentionVerify]):
+    """All rows of a sequence and query heads of a KV head in one program; splits as ``triton.attention_decode``."""
+
+    launches = 2
+
+    def settings(self, op: AttentionVerify, device: Device) -> Mapping[str, Any]:
+        wide = roomy(op, device)
+        group, rows = next_power_of_2(op.heads // op.kv_heads), next_power_of_2(op.queries)
+        return {
+            "GROUP_BLOCK": group,
+            "ROWS": max(rows, 16 // group),
+            "BLOCK_N": 32 if wide or dtype(op.dtype).bits <= 16 else 16,
+            "programs": WAVES * (device.value("compute_units") or 64),
+            "most_splits": MOST_SPLITS,
+            "num_warps": 4,
+            "num_stages": 3 if wide else 1,
+            "PDL": overlaps(device),
+        }
