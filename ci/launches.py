@@ -32,6 +32,7 @@ from hal.ops.base import Op
 from hal.registry import Registry
 
 WORLDS = (1, 2, 4, 8)
+DRAFT = 7  # most tokens drafted a step, on one rank
 MANY = 4096  # rows where a kernel takes any number
 TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
@@ -95,14 +96,14 @@ def registry() -> Registry:
     return found
 
 
-def ops(world: int, device: hal.Device) -> tuple[Op[..., Any], ...]:
-    """All ops that the published models bind over so many ranks, parts included."""
+def ops(world: int, device: hal.Device, draft: int = 0) -> tuple[Op[..., Any], ...]:
+    """All ops that the published models bind over so many ranks, parts included, drafting so many tokens."""
     found: dict[Op[..., Any], None] = {}
     first = hal.Runtime(device, hal.Policy(), registry(), load=False, world=world)
     for family in families()[0]:
         for name in family.published:
             runtime = first.fresh(load=False)
-            family.model(family.configure(name), runtime)
+            family.model(family.configure(name), runtime, draft)
             for group in runtime.groups:
                 found |= {choice.op: None for _, choice in group.walk()}
     return tuple(found)
@@ -123,6 +124,7 @@ def found(device: hal.Device) -> list[Found]:
     kernels = portable(registry())
     problems = [case.op for op in OPS.values() for case in op.cases()]
     problems += [op for world in WORLDS for op in ops(world, device)]
+    problems += ops(1, device, DRAFT)
     largest: dict[tuple[str, str], tuple[Kernel[Any], Op[..., Any]]] = {}
     for op in dict.fromkeys(problems):
         for kernel in kernels.get(op.title(), ()):

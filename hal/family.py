@@ -19,7 +19,7 @@ class Family:
 
     ``published``: names known without a file. ``config``, ``module:function``: a configuration
     from such a name or from a checkpoint's folder. ``build``, ``module:function``: the model
-    from (configuration, runtime), binding all its ops. ``commands``: name of a command line's
+    from (configuration, runtime), and how many tokens it drafts where it does, binding all its ops. ``commands``: name of a command line's
     verb, of one word or two, to (``module:function`` that adds its arguments to a parser, ``module:function`` that
     runs it with the parsed arguments and gives the exit status, one line of help). ``scheme``,
     ``module:function``: from (configuration, name) the configuration with its weights quantized so.
@@ -42,9 +42,10 @@ class Family:
             raise HalError(f"{self.name}: knows no schemes, got {scheme!r}")
         return load_target(self.scheme)(config, scheme)
 
-    def model(self, config: Any, runtime: Any) -> Any:
-        """The model, bound on a runtime."""
-        return load_target(self.build)(config, runtime)
+    def model(self, config: Any, runtime: Any, draft: int = 0) -> Any:
+        """The model, bound on a runtime; ``draft``: tokens that it drafts a step, for families that draft."""
+        build = load_target(self.build)
+        return build(config, runtime, draft) if draft else build(config, runtime)
 
 
 def families(entries: Iterable[metadata.EntryPoint] | None = None) -> tuple[list[Family], list[Broken]]:

@@ -22,9 +22,10 @@ TABLE: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     "gfx1201": {
         "attention_prefill": {"rows": 32, "BLOCK_N": 16, "num_warps": 8, "num_stages": 1},
         "attention_decode": {"BLOCK_N": 16},
-        "gemm_one": {"BLOCK_N": 2, "num_warps": 2},  # at most
+        "gemm_one": {"BLOCK_N": 2, "num_warps": 1},  # at most
         "moe_down": {"BLOCK_N": 2},
         "gemm_few": {"BLOCK_K": 128},
+        "verify": {"queries": 4, "num_warps": 2},  # at most, at least
     },
 }
 

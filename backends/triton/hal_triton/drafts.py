@@ -11,6 +11,7 @@ from hal.kernel import Kernel, Rows, Tier, kernel
 from hal.layout import VK, Layout, Ring, Tail
 from hal.ops import AttentionVerify, GatedDeltaVerify
 from hal.requirement import Reason
+from hal_triton import archs
 from hal_triton.attention import MOST_SPLITS, WAVES, PagedAttention, roomy
 from hal_triton.gated_delta import WAVES as CORE_WAVES
 from hal_triton.gated_delta import sizes_refused
@@ -18,6 +19,7 @@ from hal_triton.needs import TRITON, next_power_of_2, overlaps
 
 CODE = "hal_triton.code.drafts"
 MOST_QUERIES = 8  # a program holds the keys of all rows, and of all that are pending
+ONE_WAVE = 4  # so many in the registers of a wave; the registers of four waves hold more
 
 
 class _Verify(Kernel[Any]):
@@ -27,6 +29,9 @@ class _Verify(Kernel[Any]):
     def refuses(self, op: GatedDeltaVerify, device: Device) -> Reason | None:
         if op.queries > MOST_QUERIES:
             return Reason("op", f"needs at most {MOST_QUERIES} rows of a sequence; queries is {op.queries}")
+        if op.queries > (most := archs.of("verify", device).get("queries", MOST_QUERIES)):
+            where = f"{device.label}, whose registers hold no more"
+            return Reason("device", f"needs at most {most} rows of a sequence on {where}; queries is {op.queries}")
         if op.key_head_dim % 4:
             return Reason("op", f"needs key_head_dim a multiple of 4; it is {op.key_head_dim}")
         return sizes_refused(op)
@@ -40,10 +45,14 @@ class _Verify(Kernel[Any]):
 
 
 def launch(op: GatedDeltaVerify, device: Device, split: int, stages: int) -> dict[str, Any]:
-    """Rows side by side spare exchanges between lanes and cost registers: two where few keys are held."""
+    """Two rows side by side spare exchanges between lanes."""
     block = min(next_power_of_2(op.value_head_dim), 8)
-    side = 2 if op.queries <= 4 and block > 1 else 1
-    return {"SPLIT": split, "BV": block, "SIDE": side, "STAGES": stages, "num_warps": 1, "PDL": overlaps(device)}
+    side, waves = min(2, block), 1
+    if op.queries > ONE_WAVE:
+        waves = 4
+    elif split == 1:
+        waves = archs.of("verify", device).get("num_warps", 1)
+    return {"SPLIT": split, "BV": block, "SIDE": side, "STAGES": stages, "num_warps": waves, "PDL": overlaps(device)}
 
 
 @kernel("triton.verify_whole", code=f"{CODE}:verify")
@@ -61,6 +70,10 @@ class VerifySplit(_Verify, Kernel[GatedDeltaVerify]):
     def refuses(self, op: GatedDeltaVerify, device: Device) -> Reason | None:
         if device.value("compute_units") is None:
             return Reason("device", f"needs compute_units, to know how few rows are; {device.label} has unknown")
+        if op.queries > ONE_WAVE and device.value("vendor") != "cuda":
+            # elsewhere a barrier does not wait until other waves' writes have arrived
+            return Reason("device", f"needs vendor cuda for more than {ONE_WAVE} rows of a sequence, which take several "
+                          f"waves; {device.label} has {device.value('vendor')}")  # fmt: skip
         return super().refuses(op, device)
 
     def rows(self, op: GatedDeltaVerify, device: Device) -> Rows:
@@ -68,9 +81,9 @@ class VerifySplit(_Verify, Kernel[GatedDeltaVerify]):
 
     def settings(self, op: GatedDeltaVerify, device: Device) -> Mapping[str, Any]:
         # one wave a program: what it wrote lies before its count on any device
-        found = launch(op, device, 1, 1)
-        split = next_power_of_2(op.value_head_dim) // found["BV"]
-        return {**found, "SPLIT": split, "sequences": self.rows(op, device)[1]}
+        block = min(next_power_of_2(op.value_head_dim), 8)
+        found = launch(op, device, next_power_of_2(op.value_head_dim) // block, 1)
+        return {**found, "sequences": self.rows(op, device)[1]}
 
     def _sequences(self, op: GatedDeltaVerify, device: Device) -> int:
         units = device.value("compute_units")
