@@ -123,10 +123,16 @@ def merged(rows: Iterable[Row]) -> tuple[Row, ...]:
     return tuple(kept[key] for key in sorted(kept))
 
 
-def place(device: Device) -> tuple[str, str]:
-    """How a file calls a device: its name or label, and its architecture."""
+def evidence_of(
+    device: Device, rows: tuple[Row, ...], fell_back: tuple[FellBack, ...], tests: Suite | None = None, note: str = ""
+) -> Evidence:
+    """A file of today about a device that is here, with the versions of its libraries."""
+    from hal.device import LIBRARIES
+
     arch = "cpu" if device.value("vendor") == "cpu" else str(device.value("arch"))
-    return str(device.value("name") or device.label), arch
+    stack = {name: str(value) for name, value in device.known().items() if name in LIBRARIES}
+    name, day = str(device.value("name") or device.label), date.today().isoformat()
+    return Evidence(name, arch, day, "", stack, rows, fell_back, tests or Suite(), note)
 
 
 def write(evidence: Evidence, file: Path) -> None:
