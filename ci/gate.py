@@ -1,4 +1,4 @@
-"""Whether a job exercised what it names: ``python ci/gate.py JOB REPORT... [--since DAY]``.
+"""Whether a job exercised what it names: ``python ci/gate.py JOB REPORT... [--since DAY] [--jobs FILE]``.
 
 Reports are evidence files (``hal/evidence.py``). Exit status 1, and a line for each thing that is wrong, where
 a named cell has no row of the kind asked, a case or a test failed, anything fell back, a test was skipped
@@ -15,7 +15,7 @@ from datetime import date, timedelta
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from jobs import Cell, Job, JobError, cells, load
+from jobs import FILE, Cell, Job, JobError, cells, load
 
 from hal.errors import HalError
 from hal.evidence import Evidence, Row, read
@@ -30,7 +30,7 @@ def judged(job: Job, wanted: Sequence[Cell], reports: Iterable[tuple[str, Eviden
     rows = [row for _, report in found for row in report.rows]
     wrong += [problem for cell in wanted if (problem := _missing(job, cell, rows))]
     if not found:
-        wrong.append("no report was given")
+        wrong.append("there is no report to judge")
     if not wanted:
         wrong.append("the job names no cell")
     if job.tests and not any(report.tests.passed for _, report in found):
@@ -75,16 +75,19 @@ def _missing(job: Job, cell: Cell, rows: Iterable[Row]) -> str:
         return ""
     refused = [f": {row.why}" for row in here if row.kind == "refused"]
     kinds = dict.fromkeys(row.kind + (f" on {row.on}" if row.on else "") for row in mine)
-    return f"{cell}: not {cell.kind}, but {', '.join(kinds) or 'nothing'}{next(iter(refused), '')}"
+    return f"{cell}: {cell.kind} is asked, there is {', '.join(kinds) or 'nothing'}{next(iter(refused), '')}"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    jobs, _ = load()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("job", choices=jobs, metavar="JOB", help=", ".join(jobs))
+    parser.add_argument("job", metavar="JOB")
     parser.add_argument("reports", nargs="*", type=Path, metavar="REPORT")
     parser.add_argument("--since", type=date.fromisoformat, default=date.today() - timedelta(days=1), metavar="DAY")
+    parser.add_argument("--jobs", type=Path, default=FILE, metavar="FILE", help="other jobs than ci/jobs.toml")
     args = parser.parse_args(arguments)
+    jobs, _ = load(args.jobs)
+    if args.job not in jobs:
+        parser.error(f"unknown job {args.job!r}; known are {', '.join(jobs)}")
     wrong: list[str] = []
     reports: list[tuple[str, Evidence]] = []
     for file in args.reports:
@@ -101,6 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     for problem in dict.fromkeys(wrong):
         print(f"{args.job}: {problem}")
     if wrong:
+        print(f"{args.job}: does not pass")
         return 1
     passed = sum(report.tests.passed for _, report in reports)
     print(f"{args.job}: all {len(wanted)} cells were exercised, {passed} tests passed")

@@ -1,8 +1,8 @@
-"""The jobs as matrices of GitHub Actions: ``python ci/matrix.py [--runners "sm_90 gfx942"] >> "$GITHUB_OUTPUT"``.
+"""The jobs as matrices of GitHub Actions: ``python ci/matrix.py [--runners "sm_90 gfx942"] [--jobs FILE]``.
 
-A line for each matrix, ``NAME={"include": [...]}``, empty where it has no job: ``host``, ``gpu`` (those for
-whose architecture a runner is there; the others are told on stderr, for a job that did not run proves
-nothing) and ``full``, every job with scheduled commands on every Triton.
+Writes what ``$GITHUB_OUTPUT`` takes, a line for each matrix, ``NAME={"include": [...]}``, or empty where it has no
+job: ``host``, ``gpu`` (those for whose architecture a runner is there; the others are told on stderr, for a job
+that did not run proves nothing) and ``full``, every job with scheduled commands on every Triton.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-from jobs import Job, load
+from jobs import FILE, Job, load
 
 OUTPUTS = ("host", "gpu", "full")
 
@@ -37,9 +38,10 @@ def entry(job: Job, triton: str = "") -> dict[str, Any]:
     }
 
 
-def matrices(runners: Iterable[str]) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
+def matrices(
+    jobs: Mapping[str, Job], tritons: Iterable[str], runners: Iterable[str]
+) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
     """Entries by matrix, and the names of jobs that no runner takes."""
-    jobs, tritons = load()
     there = set(runners)
     gpu = [job for job in jobs.values() if job.stage == "gpu"]
     found = {
@@ -53,12 +55,14 @@ def matrices(runners: Iterable[str]) -> tuple[dict[str, list[dict[str, Any]]], l
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runners", default="", help="architectures that runners are there for")
+    parser.add_argument("--jobs", type=Path, default=FILE, metavar="FILE", help="other jobs than ci/jobs.toml")
     args = parser.parse_args(arguments)
     runners = args.runners.split()
-    known = {job.arch for job in load()[0].values() if job.stage == "gpu"}
+    jobs, tritons = load(args.jobs)
+    known = {job.arch for job in jobs.values() if job.stage == "gpu"}
     if unknown := sorted(set(runners) - known):
         parser.error(f"--runners: {unknown[0]}: no job is for it; known are {', '.join(sorted(known))}")
-    found, idle = matrices(runners)
+    found, idle = matrices(jobs, tritons, runners)
     for name in OUTPUTS:
         print(f"{name}={json.dumps({'include': found[name]}) if found[name] else ''}")
     for name in idle:
