@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import compile_kernels
 import evidence as converter
 import pytest
+from emulated import registry
+from facts import device
 
-from hal.conformance import Verdict
+import hal
+from hal.cli import main
+from hal.conformance import Verdict, fallbacks
 from hal.errors import HalError
 from hal.evidence import Evidence, FellBack, Row, Skipped, Suite, merged, read, rows_of, strongest, write
+from hal.ops import AddRMSNorm, Copy, SiluMul
 
 ROOT = Path(__file__).parents[1]
 FULL = Evidence(
@@ -125,3 +132,58 @@ def test_another_report_is_an_error_that_names_what_it_is(tmp_path: Path) -> Non
     (tmp_path / "r.json").write_text('{"schema": "hal.bench/1"}')
     with pytest.raises(HalError, match=r"schema is hal.verify.report/1 or hal.compiled/1, got 'hal.bench/1'"):
         converter.converted(tmp_path / "r.json", "2026-12-03")
+
+
+def test_verify_writes_what_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "e.json"
+    assert main(["verify", "Copy", "AddRMSNorm", "--evidence", str(file)]) == 0
+    found = read(file)
+    assert (found.arch, found.date, found.fell_back) == ("cpu", date.today().isoformat(), ())
+    rows = {(row.op, row.kernel): row for row in found.rows}
+    assert rows["Copy", "torch.copy"] == Row("Copy", "torch.copy", "ran", len(Copy.cases()))
+    assert rows["AddRMSNorm", "triton.add_rms_norm"].kind == "refused"
+    assert "more than one rank" in rows["AddRMSNorm", "composed.reduce_norm"].why
+    assert main(["verify", "Copy", "--evidence", str(tmp_path / "no" / "e.json")]) == 1
+    assert f"--evidence {tmp_path}/no/e.json: there is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.spoils
+def test_verify_writes_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(site: Any) -> Any:
+        return lambda x: x + 1
+
+    monkeypatch.setattr("hal_torch.code.small.copy", broken)
+    assert main(["verify", "Copy", "--evidence", str(tmp_path / "e.json")]) == 1
+    (row,) = (row for row in read(tmp_path / "e.json").rows if row.kernel == "torch.copy" and row.kind == "failed")
+    assert row.cases >= 2
+    assert "EXACT" in row.why
+
+
+def test_what_falls_back_is_told_by_op_and_kernel() -> None:
+    with_aiter = hal.Runtime(device("mi300x"), hal.Policy(), registry(), load=False)
+    assert fallbacks(with_aiter, [AddRMSNorm, Copy]) == ()
+    without = hal.Runtime(device("mi300x", aiter=None), hal.Policy(), registry(), load=False)
+    found = {fell.kernel: fell for fell in fallbacks(without, [Copy, SiluMul])}
+    assert set(found) == {"torch.silu_mul", "composed.then_quantize"}
+    assert found["torch.silu_mul"].op == "SiluMul"
+    assert "rocm.silu_mul" in found["torch.silu_mul"].why
+    (none,) = fallbacks(hal.Runtime(device("cpu"), hal.Policy(), hal.Registry(), load=False), [Copy])
+    assert (none.op, none.kernel) == ("Copy", "no kernel")
+
+
+def test_the_compiler_tells_of_one_chip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arches in ([], ["--arch", "sm_90", "--arch", "gfx942"]):
+        with pytest.raises(SystemExit):
+            compile_kernels.main([*arches, "--evidence", str(tmp_path / "e.json")])
+        assert "give one --arch" in capsys.readouterr().err
+    made = {
+        "a": {"function": "f", "kernels": ["SiluMul triton.silu_mul"], "constants": "N=1", "shared": 0},
+        "b": {"function": "f", "kernels": ["Copy triton.copy"], "constants": "N=2", "error": "ran out of registers"},
+    }
+    compile_kernels._tell("gfx950", made, tmp_path / "made" / "e.json")
+    found = read(tmp_path / "made" / "e.json")
+    assert (found.device, found.arch, list(found.stack)) == ("mi355x", "gfx950", ["triton"])
+    assert found.rows == (
+        Row("Copy", "triton.copy", "failed", 1, "f N=2: ran out of registers"),
+        Row("SiluMul", "triton.silu_mul", "compiled", 1),
+    )
