@@ -10,7 +10,8 @@ demo: .venv/demo
 	$(BIN)/hal demo
 
 test: lint types
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	HAL_EVIDENCE=build/cpu.json $(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python ci/gate.py cpu build/cpu.json
 
 lint: .venv/test
 	$(BIN)/ruff check .

@@ -1,12 +1,13 @@
 """Compile the portable kernels for chips that are not here, and judge what the compiler made.
 
-``python ci/compile_kernels.py [--all | --new] [--arch gfx942 ...] [--jobs 2] [--table FILE] [--write]``
+``python ci/compile_kernels.py [--all | --new] [--arch gfx942 ...] [--jobs 2] [--table FILE] [--write]
+[--evidence FILE]``
 
 Without ``--all``: the first settings of each kernel on each chip, and whatever the committed table does
 not hold as it is now (a row is known by a hash of its sources and arguments). Each compilation runs in
 a child process; a line with "error:" on its stderr fails even where an artifact came out. Exit status 1
 where anything fails. The whole product on each Triton, ``--all --write``, is a job of its own; what it
-changes in the committed tables is a change to look at.
+changes in the committed tables is a change to look at. ``--evidence`` tells of one chip what was compiled now.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from datetime import date
 from importlib import import_module
 from pathlib import Path
 from queue import SimpleQueue
@@ -265,7 +267,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at once")
     parser.add_argument("--table", type=Path, default=table_file())
     parser.add_argument("--write", action="store_true", help="write the table")
+    parser.add_argument("--evidence", type=Path, metavar="FILE", help="write what was compiled; with one --arch")
     args = parser.parse_args(arguments)
+    if args.evidence and len(args.arch or ()) != 1:
+        parser.error("--evidence: an evidence file tells of one chip; give one --arch")
     rows, status = read(args.table), 0
     for arch in args.arch or ARCHS:
         shared = hal.load_device(ARCHS[arch]).value("shared_bytes")
@@ -282,7 +287,20 @@ def main(arguments: list[str] | None = None) -> int:
         rows[arch] = {job.key: made[job.key] if job.key in made else known[job.key] for job in wanted}
         if args.write:
             write(args.table, rows)
+        if args.evidence:
+            _tell(arch, made, args.evidence)
     return status
+
+
+def _tell(arch: str, made: Mapping[str, Any], file: Path) -> None:
+    import triton
+    from evidence import of_compiled
+
+    from hal.evidence import write
+
+    (found,) = of_compiled({"triton": triton.__version__, "rows": {arch: made}}, date.today().isoformat())
+    file.parent.mkdir(exist_ok=True)
+    write(found, file)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,12 +16,14 @@ import torch
 from emulated import registry
 from facts import device
 from hal_models.commands.loading import SHIPPED
+from recording import record
+from sized import SIZED, cases
 
 import hal
-from hal.conformance import verify_kernel
+from hal.conformance import Verdict, verify_kernel
 from hal.errors import BindError, PolicyError
 from hal.formats import SCHEMES
-from hal.ops import OPS, AddRMSNorm, AttentionDecode, Gemm, Linear, MoE, RMSNorm, SiluMul
+from hal.ops import OPS, AddRMSNorm, MoE, RMSNorm, SiluMul
 
 HERE = Path(__file__).parent
 
@@ -54,40 +55,26 @@ def test_a_kernel_keeps_its_contract_around_the_double(op: str, name: str, calls
     assert (op, name) in SIZED, found
 
 
-SIZED = {
-    ("AttentionDecode", "rocm.attention_decode"): AttentionDecode(heads=4, kv_heads=2, head_dim=64, page_size=4),
-    ("MoE", "rocm.moe"): MoE(hidden=64, intermediate=32, experts=6, top_k=2, shared_intermediate=48),
-    ("Linear", "rocm.packed_a8w8"): Linear(columns=512, rows=64),
-    ("Gemm", "rocm.packed_a8w8"): Gemm(columns=512, rows=64),
-    ("Gemm", "rocm.plain_a8w8"): Gemm(columns=208, rows=37),
-}
-
-
+@pytest.mark.parametrize("label", ["mi300x", "mi355x"])
 @pytest.mark.parametrize(("op", "name"), SIZED)
 def test_a_kernel_that_needs_larger_sizes_than_the_cases(
-    op: str, name: str, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    op: str, name: str, label: str, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind = OPS[op]
-    changes = {
-        "MoE": {"hidden": 64, "intermediate": 32, "dtype": "bfloat16"},
-        "AttentionDecode": {"head_dim": 64},
-        "Linear": {"columns": 512},
-        "Gemm": {"columns": 512 if "packed" in name else 208},
-    }[op]
-    cases = [replace(case, op=replace(case.op, **changes)) for case in kind.cases()]
-    monkeypatch.setattr(kind, "cases", classmethod(lambda cls: cases))
-    found = list(verify_kernel(runtime("mi355x"), kind, name))
+    on = runtime(label)
+    asked = cases(op, name, on.device)
+    monkeypatch.setattr(OPS[op], "cases", classmethod(lambda cls: asked))
+    found = list(verify_kernel(on, OPS[op], name))
     assert not [v for v in found if v.status == "failed"]
     refused = {v.case for v in found if v.status == "refused"}
     if "a8w8" in name:
-        assert {case.name for case in cases} - refused == {"fp8_channel both", "fp8_channel both, no rows"}
-    else:
+        assert {case.name for case in asked} - refused == {"fp8_channel both", "fp8_channel both, no rows"}
+    elif op != "Quantize":
         assert refused <= {"to fp8", *SCHEMES}
     assert calls
 
 
 def test_experts_are_taken_some_at_a_time_where_there_are_many_rows(calls: dict[str, int]) -> None:
-    bound = runtime().bind(SIZED["MoE", "rocm.moe"], "moe")
+    bound = runtime().bind(MoE(hidden=64, intermediate=32, experts=6, top_k=2, shared_intermediate=48), "moe")
     assert bound.choice.at(10**6).settings["rows"] == (2**31 - 1) // (2 * 2 * 64)
 
 
@@ -163,6 +150,7 @@ def test_tokens_over_two_ranks_with_the_fused_reduction(name: str) -> None:
         same(name, rank["texts"])
         assert rank["texts"] == found[0]["texts"]
         assert rank["calls"]["aiter.dist.communication_op:tensor_model_parallel_fused_allreduce_rmsnorm"] > 100
+    record("emulated", "mi300x", Verdict("AddRMSNorm", "rocm.reduce_add_rms_norm", f"{name} over two ranks", "passed"))
 
 
 ERROR = 0.05  # of a logit in bfloat16, on these checkpoints

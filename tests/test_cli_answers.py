@@ -130,6 +130,7 @@ class AcceleratorError(RuntimeError):
     pass
 
 
+@pytest.mark.spoils
 @pytest.mark.parametrize("error", [AcceleratorError("gone"), RuntimeError("illegal memory access"), ValueError("odd")])
 def test_verify_stops_where_the_device_is_lost(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -14,8 +14,11 @@ from hal_cuda.code import few_rows, nvrtc
 from hal_cuda.code.gated_delta import Args, decode
 from hal_cuda.few_rows import WIDTHS, tiles
 from hal_cuda.gated_delta import ARCHS, DecodeCluster, DecodeWhole
+from recording import record
 
 import hal
+from hal.conformance import Verdict
+from hal.device import profiles
 from hal.formats import STATIC_FP8
 from hal.layout import VK, Ring
 from hal.ops import GatedDeltaDecode
@@ -82,6 +85,7 @@ def test_the_decode_core_compiles(name: str, kernel: Any, monkeypatch: pytest.Mo
     for ring in (4, 7):
         for file, defines in defined(OPS[name], kernel(), "h200", ring, monkeypatch):
             assert nvrtc.compiled(file, "sm_90", tuple(sorted(defines.items())))
+    record("compiled", "h200", Verdict("GatedDeltaDecode", kernel.name, name, "passed"))
 
 
 @needs_nvrtc
@@ -91,6 +95,9 @@ def test_the_decode_core_compiles_for_every_architecture_that_is_claimed(
 ) -> None:
     file, defines = defined(OP, DecodeCluster(), "h200", 4, monkeypatch)[0]
     assert nvrtc.compiled(file, arch, tuple(sorted(defines.items())))
+    for profile in profiles():
+        if hal.load_device(profile).value("arch") == arch:
+            record("compiled", profile, Verdict("GatedDeltaDecode", DecodeCluster.name, "in float32", "passed"))
 
 
 @needs_nvrtc
@@ -117,6 +124,9 @@ def test_products_with_few_rows_compile(name: str) -> None:
     product = few_rows.Product(weight, tiles(outputs, columns, hal.load_device("h200"), gated), "sm_90", gated)
     for rows in WIDTHS:
         product.compile(rows)
+    served = {"NormGateUp": "norm_gate_up"} if gated else {"Gemm": "gemm", "Linear": "gemm", "InProj": "in_proj"}
+    for op, kernel in served.items():
+        record("compiled", "h200", Verdict(op, f"cuda.{kernel}_few", name, "passed"))
 
 
 def test_a_launch_fits_a_multiprocessor_of_any_device() -> None:

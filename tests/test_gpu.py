@@ -12,11 +12,13 @@ from every_line import differing
 from hal_models.commands.loading import SHIPPED, loaded
 from hal_models.engine import Engine, Request
 from hal_models.tasks import lines
+from sized import SIZED, cases
 
 import hal
 from hal.batch import make_batch
+from hal.conformance import verify_kernel
 from hal.layout import StateLayout
-from hal.ops import GatedDeltaDecode
+from hal.ops import OPS, GatedDeltaDecode
 
 pytestmark = pytest.mark.gpu
 MOST = 33
@@ -43,6 +45,18 @@ def test_drafts_through_graphs_give_the_references_tokens_on_every_line(name: st
         assert wrong == []
         lengths.append(engine.acceptance)
     assert abs(lengths[0] - lengths[1]) <= 0.01 * lengths[0]
+
+
+@pytest.mark.parametrize(("op", "name"), SIZED)
+def test_kernels_of_aiter_at_sizes_that_it_takes(op: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = hal.Runtime()
+    if runtime.device.value("arch") not in ("gfx942", "gfx950"):
+        pytest.skip("aiter serves gfx942 and gfx950")
+    asked = cases(op, name, runtime.device)
+    monkeypatch.setattr(OPS[op], "cases", classmethod(lambda cls: asked))
+    found = list(verify_kernel(runtime, OPS[op], name))
+    assert not [v for v in found if v.status == "failed"]
+    assert [v for v in found if v.status == "passed"], found
 
 
 def _bucket(bound: hal.Bound, rows: int) -> tuple[str, str]:

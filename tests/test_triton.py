@@ -15,9 +15,11 @@ import pytest
 pytest.importorskip("triton")
 
 from launches import found, portable, registry
+from recording import record
 from triton.runtime.jit import JITFunction
 
 import hal
+from hal.conformance import Verdict
 
 HERE = Path(__file__).parent
 
@@ -36,7 +38,11 @@ def interpreted(device: str, pairs: list[tuple[str, str]]) -> dict[str, list[lis
     done = run(str(HERE / "interpreted.py"), device, *[word for pair in pairs for word in pair])
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    return found if isinstance(found, dict) else {" ".join(pairs[0]): found}
+    found = found if isinstance(found, dict) else {" ".join(pairs[0]): found}
+    for pair, verdicts in found.items():
+        for case, status, detail in verdicts:
+            record("interpreted", device, Verdict(*pair.split(), case, status, detail))
+    return found
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hal.cli.common import add_json, broken_json, need_torch, print_broken
+from hal.cli.common import add_json, broken_json, need_file, need_torch, print_broken
 from hal.cli.show import print_json, print_table
 from hal.errors import HalError, UnknownName
 from hal.ops import OPS, op_class
@@ -25,12 +26,14 @@ LOST = "the device's context is lost, and the rest was not run"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("ops", nargs="*", metavar="OP", help="only these ops")
     parser.add_argument("--kernel", metavar="NAME", help="only this kernel")
+    parser.add_argument("--evidence", type=Path, metavar="FILE", help="write what ran, see docs/ci.md")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     ops = [op_class(name) for name in args.ops] or list(OPS.values())
     need_torch("verify")
+    need_file("--evidence", args.evidence)
     from hal.probing import probe
     from hal.registry import Registry
     from hal.runtime import Runtime
@@ -43,6 +46,11 @@ def run(args: argparse.Namespace) -> int:
     asked = [op.title() for op in ops] if args.ops else []
     unverified = [] if stopped else _unverified(verdicts, asked, args.kernel)
     counts = _counts(verdicts)
+    if args.evidence:
+        from hal.conformance import fallbacks
+        from hal.evidence import evidence_of, rows_of, write
+
+        write(evidence_of(runtime.device, rows_of(verdicts), fallbacks(runtime, ops), note=stopped), args.evidence)
     status = int(bool(failures or unverified or registry.broken))
     if args.json:
         print_json(

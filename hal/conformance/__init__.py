@@ -1,5 +1,5 @@
 """Any op's cases against any kernel: made-up inputs, poisoned memory, a float64 oracle."""
 
-from hal.conformance.run import Verdict, verify, verify_kernel
+from hal.conformance.run import Verdict, fallbacks, verify, verify_kernel
 
-__all__ = ["Verdict", "verify", "verify_kernel"]
+__all__ = ["Verdict", "fallbacks", "verify", "verify_kernel"]

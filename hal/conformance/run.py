@@ -10,6 +10,7 @@ from hal.backend import said
 from hal.binding import Bound
 from hal.conformance.inputs import Inputs, arguments, last_rows, make
 from hal.errors import HalError
+from hal.evidence import FellBack
 from hal.formats import Encoded, Quantized
 from hal.layout import StateLayout
 from hal.numerics import Class, Numerics
@@ -69,6 +70,22 @@ def verify_kernel(runtime: Runtime, op: type[Op[..., Any]], kernel: str, strided
         except Exception as error:  # noqa: BLE001 - whatever a kernel raises is its verdict
             problems = [f"raised {said(error)}"]
         yield Verdict(op.title(), kernel, case.name, "failed" if problems else "passed", "; ".join(problems))
+
+
+def fallbacks(runtime: Runtime, ops: Iterable[type[Op[..., Any]]]) -> tuple[FellBack, ...]:
+    """What falls back on the ops' cases where nothing is forced, or what nothing serves; each kernel's first story."""
+    found: dict[tuple[str, str], FellBack] = {}
+    for op in ops:
+        for case in op.cases():
+            kernel, why = "no kernel", ""
+            try:
+                (choice,) = runtime.resolver.resolve((case.op,), runtime.policy.at(case.name))
+                kernel, why = choice.kernels(), choice.fell_back
+            except HalError as error:
+                why = " ".join(str(error).split())
+            if why:
+                found.setdefault((op.title(), kernel), FellBack(op.title(), kernel, why))
+    return tuple(found.values())
 
 
 def _typed(value: torch.Tensor, kind: str) -> torch.Tensor:
