@@ -19,10 +19,11 @@ class Family:
 
     ``published``: names known without a file. ``config``, ``module:function``: a configuration
     from such a name or from a checkpoint's folder. ``build``, ``module:function``: the model
-    from (configuration, runtime), and how many tokens it drafts where it does, binding all its ops. ``commands``: name of a command line's
-    verb, of one word or two, to (``module:function`` that adds its arguments to a parser, ``module:function`` that
-    runs it with the parsed arguments and gives the exit status, one line of help). ``scheme``,
-    ``module:function``: from (configuration, name) the configuration with its weights quantized so.
+    from (configuration, runtime), binding all its ops; a family that drafts takes the tokens a step
+    as a third. ``commands``: name of a command line's verb, of one word or two, to
+    (``module:function`` that adds its arguments to a parser, ``module:function`` that runs it with the
+    parsed arguments and gives the exit status, one line of help). ``scheme``, ``module:function``: from
+    (configuration, name) the configuration with its weights quantized so.
     """
 
     name: str
