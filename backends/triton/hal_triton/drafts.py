@@ -72,8 +72,8 @@ class VerifySplit(_Verify, Kernel[GatedDeltaVerify]):
             return Reason("device", f"needs compute_units, to know how few rows are; {device.label} has unknown")
         if op.queries > ONE_WAVE and device.value("vendor") != "cuda":
             # elsewhere a barrier does not wait until other waves' writes have arrived
-            return Reason("device", f"needs vendor cuda for more than {ONE_WAVE} rows of a sequence, which take several "
-                          f"waves; {device.label} has {device.value('vendor')}")  # fmt: skip
+            where = f"{device.label} has {device.value('vendor')}"
+            return Reason("device", f"needs vendor cuda for {op.queries} rows, which take several waves; {where}")
         return super().refuses(op, device)
 
     def rows(self, op: GatedDeltaVerify, device: Device) -> Rows:
