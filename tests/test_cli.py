@@ -130,6 +130,18 @@ def test_set_changes_the_problem(capsys: pytest.CaptureFixture[str]) -> None:
     assert "columns is int" in refused(capsys, "explain", "Linear", "--model", MODEL, "--set", "columns=x")
 
 
+def test_what_a_model_that_drafts_binds_besides(capsys: pytest.CaptureFixture[str]) -> None:
+    plain, drafting = (told(capsys, "plan", MODEL, "--device", "h200", "--draft", n) for n in ("0", "3"))
+    sites = {line["site"] for line in drafting["lines"]} - {line["site"] for line in plain["lines"]}
+    assert {"layers.*.linear_attn.core.verify", "accept", "mtp.fc"} <= sites
+    data = told(capsys, "explain", "GatedDeltaVerify", "--model", MODEL, "--device", "mi300x", "--draft", "7")
+    assert data["problem"]["queries"] == 8
+    reasons = {c["kernel"]: c["reason"] for c in data["candidates"]}
+    assert reasons["triton.verify_split"].endswith("8 rows, which take several waves; mi300x has rocm")
+    assert "expected 0 (none) to 7 tokens, got 8" in refused(capsys, "plan", MODEL, "--draft", "8")
+    assert "has no GatedDeltaVerify" in refused(capsys, "explain", "GatedDeltaVerify", "--model", MODEL)
+
+
 def test_a_site_is_chosen_by_glob(capsys: pytest.CaptureFixture[str]) -> None:
     data = told(capsys, "explain", "Linear", "--model", MODEL, "--site", "layers.3.*")
     assert data["sites"] == ["layers.3.self_attn.o_proj"]

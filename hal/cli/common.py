@@ -28,6 +28,10 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stack", metavar="NAME", help="take the libraries of this shipped stack")
 
 
+def add_draft(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--draft", type=whole, default=0, metavar="N", help="the model drafts N tokens a step")
+
+
 def filled(text: str) -> str:
     """An argument that names something."""
     if not text:

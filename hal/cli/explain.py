@@ -8,7 +8,7 @@ from typing import Any
 
 from hal.choice import rows_text
 from hal.cli.changes import changed, check_known, parse
-from hal.cli.common import add_device, add_json, filled, positive, print_broken, resolving_runtime
+from hal.cli.common import add_device, add_draft, add_json, filled, positive, print_broken, resolving_runtime
 from hal.cli.decisions import AnyOp, Decision, decisions, decisions_alone
 from hal.cli.models import build, ends, lost
 from hal.cli.shape import decision_json
@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--set", type=parse, action="append", default=[], metavar="FIELD=VALUE", help="another value for a field"
     )
     parser.add_argument("--site", metavar="GLOB", help="only sites that match, such as 'layers.3.*'")
+    add_draft(parser)
     add_device(parser)
     add_json(parser)
 
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     # strictness is about the op that is asked about, not about the rest of the model
     runtime = resolving_runtime(args, strict=False)
     changes = dict(args.set)
-    runtime, found, source = _problems(runtime, op, args.model, changes, args.site)
+    runtime, found, source = _problems(runtime, op, args.model, changes, args.site, args.draft)
     if Policy.from_environment().strict:
         _check_strict(found)
     shown = [decision_json(decision, args.rows) for decision in found]
@@ -61,17 +62,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _problems(
-    runtime: Runtime, op: AnyOp, model: str | None, changes: dict[str, str], site: str | None
+    runtime: Runtime, op: AnyOp, model: str | None, changes: dict[str, str], site: str | None, draft: int
 ) -> tuple[Runtime, list[Decision], str]:
     """The decisions about an op, and where its problem comes from: a model, else the op's first case."""
     first = runtime
     for name in [model] if model else ends():
         runtime = first.fresh(load=False)
         try:
-            build(name, runtime)
+            build(name, runtime, draft=draft)
         except HalError as error:
             # another op of the model may be what fails: this one is asked about by itself
-            if found := decisions_alone(runtime, _elsewhere(name, runtime, error), op, changes, site):
+            if found := decisions_alone(runtime, _elsewhere(name, runtime, error, draft), op, changes, site):
                 why = str(error).splitlines()[0]
                 return runtime, found, f"{name}, of which {runtime.device.label} cannot run everything: {why}"
             if model:
@@ -100,11 +101,11 @@ def _changed(
     return again
 
 
-def _elsewhere(name: str, runtime: Runtime, error: HalError) -> Runtime:
+def _elsewhere(name: str, runtime: Runtime, error: HalError, draft: int) -> Runtime:
     """The model on the shipped CPU profile under no policy: its problems. Raises ``error`` where that fails."""
     built = Runtime(load_device("cpu"), Policy(), runtime.registry, load=False, world=runtime.world)
     try:
-        build(name, built)
+        build(name, built, draft=draft)
     except HalError:
         raise error from None
     return built

@@ -12,14 +12,15 @@ if TYPE_CHECKING:
     from hal.runtime import Runtime
 
 
-def build(name: str, runtime: Runtime, scheme: str | None = None) -> None:
+def build(name: str, runtime: Runtime, scheme: str | None = None, draft: int = 0) -> None:
     """Bind a model, by published name or checkpoint folder, on a runtime that resolves only.
 
-    ``scheme``: as if its weights were quantized so. Errors: UnknownName for a scheme.
+    ``scheme``: as if its weights were quantized so; ``draft``: tokens that it drafts a step.
+    Errors: UnknownName for a scheme, HalError for more tokens than it can draft.
     """
     family, path = _find(name)
     config = family.configure(path)
-    family.model(family.quantize(config, scheme) if scheme else config, runtime)
+    family.model(family.quantize(config, scheme) if scheme else config, runtime, draft)
 
 
 def _find(name: str) -> tuple[Family, str]:

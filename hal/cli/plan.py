@@ -9,6 +9,7 @@ from typing import Any
 from hal.cli.bytes import sizes
 from hal.cli.common import (
     add_device,
+    add_draft,
     add_json,
     broken_json,
     positive,
@@ -28,13 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL|FOLDER", help="a published name or a checkpoint's folder")
     parser.add_argument("--tp", type=positive, default=1, metavar="N", help="ranks of tensor parallelism")
     parser.add_argument("--scheme", metavar="S", help="as if weights were quantized so: fp8_channel, fp8_tensor")
+    add_draft(parser)
     add_device(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     runtime = resolving_runtime(args)
-    build(args.model, runtime, args.scheme)
+    build(args.model, runtime, args.scheme, args.draft)
     # a force that names an op or a site that this model has not
     if unbound := runtime.unbound_forces():
         raise PolicyError("; ".join(unbound))
