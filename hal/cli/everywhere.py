@@ -21,7 +21,10 @@ Answer = Choice | HalError
 
 @dataclass(frozen=True)
 class Row:
-    """One op. ``model`` is empty where its problem is its first case; ``whole`` is the site that ``site`` is a part of."""
+    """One op and the problem that stands for it. ``whole``: the op's site that ``site`` is a part of, or is itself.
+
+    ``model`` and the sites are empty where the problem is the op's first case.
+    """
 
     op: Op[..., Any]
     source: str

@@ -94,7 +94,7 @@ def matrix_json(models: Sequence[str], runtimes: Sequence[Runtime], evidence: Ma
         "policy": runtimes[0].policy.source,
         "world": runtimes[0].world,
         "devices": [
-            {"device": d.label, "name": d.value("name"), "vendor": d.value("vendor"), "arch": d.value("arch"), "stack": d.stack}
+            {"device": d.label, **{key: d.value(key) for key in ("name", "vendor", "arch")}, "stack": d.stack}
             for d, _ in columns
         ],
         "evidence": [

@@ -29,12 +29,8 @@ def reasons(cell: Cell) -> list[str]:
     return [text for text in (*said, cell["refused"], fell, cell["note"]) if text]
 
 
-WHERE = {
-    "ran": "on",
-    "emulated": "as",
-    "interpreted": "as",
-    "failed": "on",
-}  # compiled: for the architecture that it is
+# what is compiled is so for the architecture that is asked about
+WHERE = {"ran": "on", "emulated": "as", "interpreted": "as", "failed": "on"}
 
 
 NO_EVIDENCE = "no evidence files: what is shown is resolved only"
