@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -76,11 +77,16 @@ def _devices(names: Sequence[str] | None) -> list[Device]:
     if names is not None:
         found = [load_device(name) for name in dict.fromkeys(names)]
     else:
-        found = sorted(map(load_device, profiles()), key=lambda d: (d.value("vendor"), d.value("arch"), d.label))
+        found = sorted(map(load_device, profiles()), key=_likeness)
     labels = [device.label for device in found]
     if twice := [label for label in labels if labels.count(label) > 1]:
         raise HalError(f"--device: two devices are called {twice[0]!r}; hal diff compares such")
     return found
+
+
+def _likeness(device: Device) -> tuple[str, list[int], str]:
+    """Vendor, the numbers of the architecture, label."""
+    return device.value("vendor"), [int(n) for n in re.findall(r"\d+", device.value("arch"))], device.label
 
 
 def matrix_json(models: Sequence[str], runtimes: Sequence[Runtime], evidence: Mapping[str, Evidence]) -> dict[str, Any]:
@@ -110,7 +116,7 @@ def _row(row: Row, found: Sequence[tuple[Device, Cell]], evidence: Mapping[str, 
     return {
         "op": row.op.title(),
         "coarse": row.op.coarse,
-        "contract": contract(type(row.op)).splitlines()[0],
+        "contract": contract(type(row.op)).splitlines()[0].replace("``", ""),
         "model": row.source,
         "site": row.pattern,
         "problem": plain(row.op),

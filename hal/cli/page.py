@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -16,7 +17,7 @@ def page(data: Mapping[str, Any]) -> str:
     """A whole HTML document. All that comes from names, reasons and files is escaped."""
     heads = "".join(_device(device) for device in data["devices"])
     body = "".join(
-        _group(title, [row for row in data["ops"] if row["coarse"] is coarse], len(data["devices"]))
+        _group(title, [row for row in data["ops"] if row["coarse"] is coarse], data["devices"])
         for coarse, title in ((True, "coarse: what models call"), (False, "fine: what composed kernels are made of"))
     )
     legend = "".join(
@@ -34,10 +35,12 @@ def page(data: Mapping[str, Any]) -> str:
 </head>
 <body>
 <h1>Which kernel runs each op on each device, why, and how far that was seen</h1>
-<p>Made by {_code("hal matrix")} on {_time(data["date"])}, policy {_text(data["policy"])}, ranks: {_text(data["world"])}.
-A row is an op with a problem that stands for it, of {_text(" or ".join(data["models"]) or "no model")}, or else its
-first case: open the row's name to see which. Open a cell, by pointer, touch or Enter, for the reason.
-{_code("hal explain OP --device NAME")} tells of the kernels not chosen.</p>
+<p>Made by {_code("hal matrix")} on {_time(data["date"])};
+policy {_text(data["policy"])}; ranks: {_text(data["world"])}.
+Each op has one problem that stands for it, of {_text(" or ".join(data["models"]) or "no model")}, or else its first
+case: open its name to see which. Open a cell, by pointer, touch or Enter, for the reason. Where kernels differ by
+rows (tokens of a step), 3..8 is from 3 to 8 of them. {_code("hal explain OP --device NAME")} tells of the kernels not
+chosen.</p>
 <p>Evidence is about a kernel on the cases of its op, not about this problem; a cell with parts is seen no better
 than the least of them. A kernel changed after the day of its evidence may do otherwise.</p>
 <div class="box" role="region" aria-label="Ops by devices" tabindex="0">
@@ -58,6 +61,11 @@ def _text(value: Any) -> str:
     return escape(str(value))
 
 
+def _name(op: str) -> str:
+    """An op's name, which may be broken before a capital."""
+    return re.sub("(?<=[a-z])(?=[A-Z])", "<wbr>", _text(op))
+
+
 def _code(value: Any) -> str:
     return f"<code>{_text(value)}</code>"
 
@@ -71,11 +79,12 @@ def _kind(kind: str) -> str:
     return f'<span class="kind" style="color: var(--{name}); background: var(--{name}-on)">{name}</span>'
 
 
-def _seen(found: Mapping[str, Any], device: str) -> str:
-    """Kind, day, and on what, where that is not the column itself."""
-    where = words.where(found) if found["on"] != device else ""
-    said = f"{_time(found['date'])} {_text(where)}".strip() if found["date"] else ""
-    return f'{_kind(found["kind"])} <span class="date quiet">{said}</span>' if said else _kind(found["kind"])
+def _seen(found: Mapping[str, Any], here: Iterable[str] = ()) -> str:
+    """Kind, day, and on what, where that is not ``here``: names of the column itself."""
+    where = words.where(found) if found["on"] not in here else ""
+    after = [_time(found["date"])] if found["date"] else []
+    after += [_text(where)] if where else []
+    return " ".join([_kind(found["kind"]), *(f'<span class="date quiet">{text}</span>' for text in after)])
 
 
 def _device(device: Mapping[str, Any]) -> str:
@@ -86,45 +95,44 @@ def _device(device: Mapping[str, Any]) -> str:
     )
 
 
-def _group(title: str, rows: Iterable[Mapping[str, Any]], columns: int) -> str:
-    found = "".join(_row(row) for row in rows)
-    head = f'<tr><th scope="rowgroup">{_text(title)}</th><td colspan="{columns}"></td></tr>'
+def _group(title: str, rows: Iterable[Mapping[str, Any]], devices: Sequence[Mapping[str, Any]]) -> str:
+    found = "".join(_row(row, devices) for row in rows)
+    head = f'<tr class="group"><th scope="rowgroup">{_text(title)}</th><td colspan="{len(devices)}"></td></tr>'
     return f"<tbody>{head}\n{found}</tbody>\n" if found else ""
 
 
-def _row(row: Mapping[str, Any]) -> str:
-    cells = "".join(_cell(cell) for cell in row["cells"])
+def _row(row: Mapping[str, Any], devices: Sequence[Mapping[str, Any]]) -> str:
+    cells = "".join(_cell(cell, device) for cell, device in zip(row["cells"], devices, strict=True))
     site = f"<br>{_code(row['site'])}" if row["site"] else ""
     return (
-        f'<tr><th scope="row"><details><summary title="{_text(row["contract"])}">{_text(row["op"])}</summary>'
+        f'<tr><th scope="row"><details><summary title="{_text(row["contract"])}">{_name(row["op"])}</summary>'
         f'<span class="quiet">{_text(row["contract"])}<br>Problem of {_text(row["model"])}:{site}'
         f"<br>{_code(settings_text(row['problem']))}</span></details></th>{cells}</tr>\n"
     )
 
 
-def _cell(cell: Mapping[str, Any]) -> str:
+def _cell(cell: Mapping[str, Any], device: Mapping[str, Any]) -> str:
     hover = _text("\n".join(words.reasons(cell)))
+    here = (device["device"], device["name"])
     if cell["refused"]:
         first, *rest = cell["refused"].splitlines()
         shown = f"<div>{_kind('refused')}</div><div>{_text(first)}</div>"
         more = f"<pre>{_text(chr(10).join(rest))}</pre>" if rest else ""
     else:
-        shown = "".join(_piece(piece, len(cell["pieces"]) > 1, cell["device"]) for piece in cell["pieces"])
+        shown = "".join(_piece(piece, len(cell["pieces"]) > 1, here) for piece in cell["pieces"])
         shown += '<div class="kind">fell back</div>' if cell["fell_back"] else ""
         more = _details(cell)
     return f'<td><details><summary title="{hover}">{shown}</summary>{more}</details></td>'
 
 
-def _piece(piece: Mapping[str, Any], several: bool, device: str) -> str:
+def _piece(piece: Mapping[str, Any], several: bool, here: Iterable[str]) -> str:
     rows = f'<span class="quiet">{_text(rows_text(piece["rows"]))}</span> ' if several else ""
-    return f"<div>{rows}{_code(piece['chosen'])}<br>{_seen(piece['evidence'], device)}</div>"
+    return f"<div>{rows}{_code(piece['chosen'])}<br>{_seen(piece['evidence'], here)}</div>"
 
 
 def _details(cell: Mapping[str, Any]) -> str:
     reasons = "".join(f"<li>{_text(reason)}</li>" for reason in words.reasons(cell))
-    kernels = {
-        (seen["part"], seen["op"], seen["kernel"]): seen for piece in cell["pieces"] for seen in piece["kernels"]
-    }
+    kernels = {(seen["part"], seen["kernel"]): seen for piece in cell["pieces"] for seen in piece["kernels"]}
     evidence = "".join(f"<li>{_line(seen)}</li>" for seen in kernels.values())
     layouts = settings_text(cell["layouts"])
     problem = settings_text(cell["problem"] or {})
@@ -136,10 +144,11 @@ def _details(cell: Mapping[str, Any]) -> str:
 
 
 def _line(seen: Mapping[str, Any]) -> str:
+    """``norm: triton.add_rms_norm``, its evidence, how much of it, and why where it failed."""
     part = f"{_text(seen['part'])}: " if seen["part"] else ""
-    cases = f", {_text(seen['cases'])} {'launches' if seen['kind'] == 'compiled' else 'cases'}" if seen["cases"] else ""
+    many = f" {_text(seen['cases'])} {'launches' if seen['kind'] == 'compiled' else 'cases'}" if seen["cases"] else ""
     why = f": {_text(seen['why'])}" if seen["why"] else ""
-    return f"{part}{_text(seen['op'])} {_code(seen['kernel'])}: {_seen(seen, '')}{cases}{why}"
+    return f"{part}{_code(seen['kernel'])}: {_seen(seen)}{many}{why}"
 
 
 def _files(files: Iterable[Mapping[str, Any]]) -> str:
