@@ -120,6 +120,7 @@ def _row(row: Row, found: Sequence[tuple[Device, Cell]], evidence: Mapping[str, 
         "model": row.source,
         "site": row.pattern,
         "problem": plain(row.op),
+        "text": str(row.op),
         "cells": [_cell(row, device, cell, evidence) for device, cell in found],
     }
 
@@ -128,7 +129,7 @@ def _cell(row: Row, device: Device, cell: Cell, evidence: Mapping[str, Evidence]
     common: dict[str, Any] = {"device": device.label, "note": cell.note}
     choice = cell.answer
     if not isinstance(choice, Choice):
-        none = {"pieces": [], "layouts": {}, "fell_back": "", "problem": None, "evidence": None}
+        none = {"pieces": [], "layouts": {}, "fell_back": "", "other_problem": "", "evidence": None}
         return {**common, "refused": str(choice), **none}
     seen = [list(of_piece(choice, piece, device, evidence)) for piece in choice.pieces]
     return {
@@ -137,7 +138,7 @@ def _cell(row: Row, device: Device, cell: Cell, evidence: Mapping[str, Evidence]
         "pieces": [_piece(piece, found) for piece, found in zip(choice.pieces, seen, strict=True)],
         "layouts": {name: str(layout) for name, layout in choice.layouts.items()},
         "fell_back": choice.fell_back,
-        "problem": None if choice.op == row.op else plain(choice.op),
+        "other_problem": "" if choice.op == row.op else str(choice.op),
         "evidence": asdict(weakest(chain(*seen))),
     }
 

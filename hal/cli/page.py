@@ -74,9 +74,9 @@ def _time(day: str) -> str:
     return f'<time datetime="{_text(day)}">{_text(day)}</time>'
 
 
-def _kind(kind: str) -> str:
-    name = _text(kind)
-    return f'<span class="kind" style="color: var(--{name}); background: var(--{name}-on)">{name}</span>'
+def _kind(kind: str, said: str = "") -> str:
+    """A word on the colour of a kind: its own name, unless another is said."""
+    return f'<span class="kind" style="color: var(--{kind}); background: var(--{kind}-on)">{said or kind}</span>'
 
 
 def _seen(found: Mapping[str, Any], here: Iterable[str] = ()) -> str:
@@ -107,7 +107,7 @@ def _row(row: Mapping[str, Any], devices: Sequence[Mapping[str, Any]]) -> str:
     return (
         f'<tr><th scope="row"><details><summary title="{_text(row["contract"])}">{_name(row["op"])}</summary>'
         f'<span class="quiet">{_text(row["contract"])}<br>Problem of {_text(row["model"])}:{site}'
-        f"<br>{_code(settings_text(row['problem']))}</span></details></th>{cells}</tr>\n"
+        f"<br>{_code(row['text'])}</span></details></th>{cells}</tr>\n"
     )
 
 
@@ -120,7 +120,7 @@ def _cell(cell: Mapping[str, Any], device: Mapping[str, Any]) -> str:
         more = f"<pre>{_text(chr(10).join(rest))}</pre>" if rest else ""
     else:
         shown = "".join(_piece(piece, len(cell["pieces"]) > 1, here) for piece in cell["pieces"])
-        shown += '<div class="kind">fell back</div>' if cell["fell_back"] else ""
+        shown += f"<div>{_kind('failed', 'fell back')}</div>" if cell["fell_back"] else ""
         more = _details(cell)
     return f'<td><details><summary title="{hover}">{shown}</summary>{more}</details></td>'
 
@@ -135,18 +135,17 @@ def _details(cell: Mapping[str, Any]) -> str:
     kernels = {(seen["part"], seen["kernel"]): seen for piece in cell["pieces"] for seen in piece["kernels"]}
     evidence = "".join(f"<li>{_line(seen)}</li>" for seen in kernels.values())
     layouts = settings_text(cell["layouts"])
-    problem = settings_text(cell["problem"] or {})
     return (
         f"<ul>{reasons}</ul><ul>{evidence}</ul>"
         + (f"<p>layouts: {_code(layouts)}</p>" if layouts else "")
-        + (f"<p>its problem here: {_code(problem)}</p>" if problem else "")
+        + (f"<p>its problem here: {_code(cell['other_problem'])}</p>" if cell["other_problem"] else "")
     )
 
 
 def _line(seen: Mapping[str, Any]) -> str:
     """``norm: triton.add_rms_norm``, its evidence, how much of it, and why where it failed."""
     part = f"{_text(seen['part'])}: " if seen["part"] else ""
-    many = f" {_text(seen['cases'])} {'launches' if seen['kind'] == 'compiled' else 'cases'}" if seen["cases"] else ""
+    many = f", {'launches' if seen['kind'] == 'compiled' else 'cases'}: {_text(seen['cases'])}" if seen["cases"] else ""
     why = f": {_text(seen['why'])}" if seen["why"] else ""
     return f"{part}{_code(seen['kernel'])}: {_seen(seen)}{many}{why}"
 
