@@ -23,6 +23,7 @@ COMMANDS: tuple[Command, ...] = (
         "hal.cli.matrix:run",
         "ops by devices: kernel, reason, evidence",
     ),
+    ("diff", "hal.cli.diff:add_arguments", "hal.cli.diff:run", "two devices: facts and choices that differ"),
     ("verify", "hal.cli.verify:add_arguments", "hal.cli.verify:run", "kernels against the float64 oracle, here"),
     ("bench", "hal.cli.bench:add_arguments", "hal.cli.bench:run", "kernels timed side by side, here"),
 )

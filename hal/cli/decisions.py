@@ -89,15 +89,15 @@ def sites(runtime: Runtime) -> dict[str, Choice]:
     return {group.site(member): choice for group in runtime.groups for member, choice in group.choices.items()}
 
 
-def sites_alone(runtime: Runtime, built: Runtime) -> dict[str, Choice | HalError]:
-    """As ``sites``, where the whole model cannot be had: each group of ``built`` by itself, or why it has nothing."""
-    found: dict[str, Choice | HalError] = {}
+def sites_alone(runtime: Runtime, built: Runtime) -> dict[str, tuple[Op[..., Any], Choice | HalError]]:
+    """Op and outcome at each site where the whole model cannot be had: each group of ``built`` by itself."""
+    found: dict[str, tuple[Op[..., Any], Choice | HalError]] = {}
     for group in built.groups:
         try:
-            choices = _again(runtime, replace(group, fixed={}), {}) or {}
-            found |= {group.site(member): choice for member, choice in choices.items()}
+            choices: Mapping[str, Choice | HalError] = _again(runtime, replace(group, fixed={}), {}) or {}
         except HalError as error:
-            found |= {group.site(member): error for member in group.members}
+            choices = dict.fromkeys(group.members, error)
+        found |= {group.site(member): (group.members[member], answer) for member, answer in choices.items()}
     return found
 
 

@@ -17,6 +17,7 @@ from hal.report import pattern
 from hal.runtime import Runtime
 
 Answer = Choice | HalError
+Asked = tuple[Op[..., Any], Answer]
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class Cell:
     note: str = ""
 
 
-def chosen(model: str, runtime: Runtime) -> dict[str, Answer]:
-    """What serves a model's ops, by site: decided as one where the device runs it whole, else each group by itself."""
+def chosen(model: str, runtime: Runtime) -> dict[str, Asked]:
+    """A model's ops and what serves them, by site: decided as one where the device runs it whole, else by group."""
     fresh = runtime.fresh(load=False)
     try:
         build(model, fresh)
@@ -53,7 +54,7 @@ def chosen(model: str, runtime: Runtime) -> dict[str, Answer]:
         except HalError:
             raise error from None
         return sites_alone(fresh, built)
-    return dict(sites(fresh))
+    return {site: (choice.op, choice) for site, choice in sites(fresh).items()}
 
 
 def rows(models: Sequence[str], runtimes: Sequence[Runtime]) -> list[Row]:
@@ -105,10 +106,10 @@ def cells(rows: Sequence[Row], runtime: Runtime) -> list[Cell]:
     return [_cell(row, found.get(row.model, {}), runtime) for row in rows]
 
 
-def _cell(row: Row, found: Mapping[str, Answer], runtime: Runtime) -> Cell:
-    whole = found.get(row.whole)
-    if whole is None:
+def _cell(row: Row, found: Mapping[str, Asked], runtime: Runtime) -> Cell:
+    if not row.model:
         return Cell(alone(runtime, "case", row.op))
+    _, whole = found[row.whole]
     if row.site == row.whole:
         return Cell(whole)
     if isinstance(whole, Choice):

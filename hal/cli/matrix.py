@@ -129,7 +129,7 @@ def _cell(row: Row, device: Device, cell: Cell, evidence: Mapping[str, Evidence]
     common: dict[str, Any] = {"device": device.label, "note": cell.note}
     choice = cell.answer
     if not isinstance(choice, Choice):
-        none = {"pieces": [], "layouts": {}, "fell_back": "", "other_problem": "", "evidence": None}
+        none: dict[str, Any] = {"pieces": [], "layouts": {}, "fell_back": "", "other_problem": "", "evidence": None}
         return {**common, "refused": str(choice), **none}
     seen = [list(of_piece(choice, piece, device, evidence)) for piece in choice.pieces]
     return {
