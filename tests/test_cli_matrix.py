@@ -172,6 +172,9 @@ def test_evidence_is_of_an_architecture_unless_it_was_interpreted() -> None:
     for kind in ("ran", "compiled"):
         assert best(files(("2026-01-01", silu(kind))), "h100").kind == kind
         assert best(files(("2026-01-01", silu(kind))), "mi300x").kind == "resolved"
+    # a kernel of the CPU's own, chosen by the facts of a GPU, ran on the CPU
+    assert best(files(("2026-01-01", silu("ran", on="h200")), arch="cpu", device="here"), "h200").kind == "resolved"
+    assert best(files(("2026-01-01", silu("ran", on="h200")), arch="cpu", device="here"), "cpu").on == "here"
     # a profile stood for the device
     assert best(files(("2026-01-01", silu("emulated", on="mi308x")), arch="cpu"), "mi300x").kind == "emulated"
     assert best(files(("2026-01-01", silu("emulated", on="mi355x")), arch="cpu"), "mi300x").kind == "resolved"

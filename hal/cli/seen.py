@@ -10,7 +10,7 @@ from pathlib import Path
 from hal.choice import Choice, Piece
 from hal.device import Device, load_device
 from hal.errors import HalError
-from hal.evidence import STRENGTH, Evidence, Row, place, read
+from hal.evidence import STRENGTH, Evidence, Row, read
 
 SHOWN = (*STRENGTH, "failed")  # from what says most to what says that it is wrong
 COMMITTED = Path(__file__).parents[2] / "ci" / "evidence"
@@ -66,7 +66,7 @@ def weakest(found: Iterable[Seen]) -> Seen:
 def _best(part: str, op: str, kernel: str, device: Device, files: Mapping[str, Evidence]) -> Seen:
     """The strongest kind, the newest of it; a failure that is no older stands before all."""
     found = [
-        Seen(part, op, kernel, row.kind, evidence.date, row.on or evidence.device, row.cases, name, row.why)
+        Seen(part, op, kernel, row.kind, evidence.date, _stood_in(row) or evidence.device, row.cases, name, row.why)
         for name, evidence in files.items()
         for row in evidence.rows
         if (row.op, row.kernel) == (op, kernel) and row.kind in SHOWN and _speaks_of(row, evidence, device)
@@ -76,16 +76,25 @@ def _best(part: str, op: str, kernel: str, device: Device, files: Mapping[str, E
     return next((seen for seen in newest if seen.kind == "failed" and seen.date >= best.date), best)
 
 
+def _stood_in(row: Row) -> str:
+    """The profile that stood for a device; what ran did so on the file's device, whatever facts chose it."""
+    return "" if row.kind == "ran" else row.on
+
+
 def _speaks_of(row: Row, evidence: Evidence, device: Device) -> bool:
     """Whether a row tells of a device: of its architecture; an interpreter knows none, and tells of all."""
-    if row.kind == "interpreted":
-        return True
-    return (_arch(row.on) if row.on else evidence.arch) == place(device)[1]
+    profile = _stood_in(row)
+    return row.kind == "interpreted" or _arch(device) == (_of_profile(profile) if profile else evidence.arch)
+
+
+def _arch(device: Device) -> str:
+    """As evidence files write it: any CPU is ``cpu``."""
+    return "cpu" if device.value("vendor") == "cpu" else str(device.value("arch"))
 
 
 @cache
-def _arch(profile: str) -> str:
+def _of_profile(name: str) -> str:
     try:
-        return place(load_device(profile))[1]
+        return _arch(load_device(name))
     except HalError:
         return ""
