@@ -16,7 +16,7 @@ from hal.choice import Choice
 from hal.cli import main
 from hal.cli.look import COLOURS, KINDS
 from hal.cli.page import page
-from hal.cli.seen import SHOWN, Seen, of_piece, weakest
+from hal.cli.seen import COMMITTED, SHOWN, Seen, of_piece, weakest
 from hal.evidence import KINDS as RECORDED
 from hal.evidence import Evidence, Row, write
 from hal.ops import OPS, GatedMLP, SiluMul
@@ -104,6 +104,15 @@ def test_without_the_repository_s_files(
     assert "no evidence files: what is shown is resolved only" in to.read_text()
     data = told(capsys, "matrix", "--device", "h200", "--model", MODEL)
     assert {row["cells"][0]["evidence"]["kind"] for row in data["ops"]} == {"resolved"}
+
+
+def test_what_is_committed_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+    data = told(capsys, "matrix", "--device", "h200", "mi300x", "--model", MODEL)
+    files = [file["file"] for file in data["evidence"]]
+    assert files == sorted(f"ci/evidence/{file.name}" for file in COMMITTED.glob("*.json"))
+    ran = cell(data, "Linear", "h200")["evidence"]
+    assert (ran["kind"], ran["on"]) == ("ran", "NVIDIA H200")
+    assert cell(data, "Embed", "mi300x")["evidence"]["kind"] in ("compiled", "interpreted")
 
 
 @pytest.mark.parametrize(

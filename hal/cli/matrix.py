@@ -18,7 +18,7 @@ from hal.cli.everywhere import Cell, Row, cells, rows
 from hal.cli.models import ends
 from hal.cli.ops import contract
 from hal.cli.page import page
-from hal.cli.seen import Seen, committed, of_piece, read_all, weakest
+from hal.cli.seen import Seen, evidence, of_piece, weakest
 from hal.cli.show import plain, print_json, print_table
 from hal.device import Device, load_device, profiles
 from hal.errors import HalError
@@ -51,13 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     need_file("--html", args.html)
     devices = _devices(args.device)
-    evidence = read_all(committed() if args.evidence is None else args.evidence)
+    files = evidence(args.evidence)
     registry = Registry.installed()
     # what falls back is shown in its cell, under strict too
     policy = replace(Policy.from_environment(), strict=False)
     runtimes = [Runtime(device, policy, registry, load=False, world=args.tp) for device in devices]
     models = list(dict.fromkeys(args.model or ends()))
-    data = matrix_json(models, runtimes, evidence)
+    data = matrix_json(models, runtimes, files)
     if args.html:
         text = page(data)
         try:
@@ -89,7 +89,7 @@ def _likeness(device: Device) -> tuple[str, list[int], str]:
     return device.value("vendor"), [int(n) for n in re.findall(r"\d+", device.value("arch"))], device.label
 
 
-def matrix_json(models: Sequence[str], runtimes: Sequence[Runtime], evidence: Mapping[str, Evidence]) -> dict[str, Any]:
+def matrix_json(models: Sequence[str], runtimes: Sequence[Runtime], files: Mapping[str, Evidence]) -> dict[str, Any]:
     """The whole matrix: schema ``hal.matrix/1``."""
     found = rows(models, runtimes)
     columns = [(runtime.device, cells(found, runtime)) for runtime in runtimes]
@@ -105,14 +105,14 @@ def matrix_json(models: Sequence[str], runtimes: Sequence[Runtime], evidence: Ma
         ],
         "evidence": [
             {"file": name, "device": e.device, "arch": e.arch, "date": e.date, "stack": dict(e.stack), "note": e.note}
-            for name, e in evidence.items()
+            for name, e in files.items()
         ],
-        "ops": [_row(row, [(d, column[i]) for d, column in columns], evidence) for i, row in enumerate(found)],
+        "ops": [_row(row, [(d, column[i]) for d, column in columns], files) for i, row in enumerate(found)],
         "broken": broken_json(runtimes[0].registry),
     }  # fmt: skip
 
 
-def _row(row: Row, found: Sequence[tuple[Device, Cell]], evidence: Mapping[str, Evidence]) -> dict[str, Any]:
+def _row(row: Row, found: Sequence[tuple[Device, Cell]], files: Mapping[str, Evidence]) -> dict[str, Any]:
     return {
         "op": row.op.title(),
         "coarse": row.op.coarse,
@@ -121,17 +121,17 @@ def _row(row: Row, found: Sequence[tuple[Device, Cell]], evidence: Mapping[str, 
         "site": row.pattern,
         "problem": plain(row.op),
         "text": str(row.op),
-        "cells": [_cell(row, device, cell, evidence) for device, cell in found],
+        "cells": [_cell(row, device, cell, files) for device, cell in found],
     }
 
 
-def _cell(row: Row, device: Device, cell: Cell, evidence: Mapping[str, Evidence]) -> dict[str, Any]:
+def _cell(row: Row, device: Device, cell: Cell, files: Mapping[str, Evidence]) -> dict[str, Any]:
     common: dict[str, Any] = {"device": device.label, "note": cell.note}
     choice = cell.answer
     if not isinstance(choice, Choice):
         none: dict[str, Any] = {"pieces": [], "layouts": {}, "fell_back": "", "other_problem": "", "evidence": None}
         return {**common, "refused": str(choice), **none}
-    seen = [list(of_piece(choice, piece, device, evidence)) for piece in choice.pieces]
+    seen = [list(of_piece(choice, piece, device, files)) for piece in choice.pieces]
     return {
         **common,
         "refused": "",

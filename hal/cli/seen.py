@@ -35,14 +35,14 @@ class Seen:
     why: str = ""
 
 
-def committed() -> list[Path]:
-    """The evidence files beside the package: there in a checkout, none where only the package is installed."""
-    return sorted(COMMITTED.glob("*.json"))
+def evidence(files: Iterable[Path] | None) -> dict[str, Evidence]:
+    """Evidence by the names of its files; ``None``: of the checkout that this package stands in, if it does.
 
-
-def read_all(files: Iterable[Path]) -> dict[str, Evidence]:
-    """Evidence by the names of its files. Raises HalError for the first that cannot be read."""
-    return {str(file): read(file) for file in files}
+    Raises HalError for the first that cannot be read.
+    """
+    if files is not None:
+        return {str(file): read(file) for file in files}
+    return {f"ci/evidence/{file.name}": read(file) for file in sorted(COMMITTED.glob("*.json"))}
 
 
 def of_piece(
