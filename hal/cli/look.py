@@ -37,9 +37,9 @@ STYLE = """
 :root { color-scheme: light dark; --line: #c9ced5; %(light)s }
 @media (prefers-color-scheme: dark) { :root { --line: #3d444c; %(dark)s } }
 * { box-sizing: border-box; }
-body { margin: 0; padding: 1rem; font: 15px/1.45 system-ui, sans-serif; }
+body { margin: 0; padding: 1rem; font: 15px/22px system-ui, sans-serif; }
 body { color: var(--page); background: var(--page-on); }
-h1 { font-size: 1.4rem; margin: 0 0 .5rem; }
+h1 { font-size: 1.4rem; line-height: 1.3; margin: 0 0 .5rem; }
 h2 { font-size: 1.05rem; margin: 1.5rem 0 .5rem; }
 p { margin: .4rem 0; max-width: 90ch; }
 th, code, pre { overflow-wrap: anywhere; }
@@ -53,19 +53,19 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .3rem .8rem; ma
 dd { margin: 0; }
 .box { overflow: auto; max-height: 88vh; border: 1px solid var(--line); border-radius: .4rem; }
 table { border-collapse: separate; border-spacing: 0; }
-th, td { text-align: left; vertical-align: top; padding: .45rem .6rem; }
+th, td { text-align: left; vertical-align: top; padding: .5rem .6rem; }
 th, td { border: solid var(--line); border-width: 0 1px 1px 0; }
 td { min-width: 15rem; max-width: 24rem; }
 th { background: var(--head-on); color: var(--head); }
 thead th { position: sticky; top: 0; z-index: 2; }
-th:first-child { position: sticky; left: 0; z-index: 1; min-width: 12rem; max-width: 16rem; }
+th:first-child { position: sticky; left: 0; z-index: 1; min-width: 13rem; max-width: 16rem; }
 .group td { background: var(--head-on); }
 thead th:first-child { z-index: 3; }
 summary { cursor: pointer; list-style: none; position: relative; padding-left: 1rem; }
 summary::-webkit-details-marker { display: none; }
 summary::before { content: "\\25b8"; position: absolute; left: 0; color: var(--quiet-head); }
 details[open] > summary::before { content: "\\25be"; }
-summary > div + div { margin-top: .35rem; }
+summary > div + div { margin-top: .375rem; }
 details ul { margin: .3rem 0; padding-left: 1.1rem; }
 :focus-visible { outline: 2px solid currentColor; outline-offset: 2px; }
 @media (max-width: 40rem) {
