@@ -47,7 +47,7 @@ def child(*argv: str, blocked: tuple[str, ...] = ()) -> subprocess.CompletedProc
 def test_help_lists_all_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    assert all(verb in out for verb in ("dump", "ops", "explain", "plan", "verify"))
+    assert all(verb in out for verb in ("dump", "ops", "explain", "plan", "matrix", "diff", "verify"))
 
 
 @pytest.mark.parametrize("argv", [[], ["nonsense"], ["explain"], ["plan", MODEL, "--tp", "0"]])

@@ -17,6 +17,8 @@ COMMANDS: tuple[Command, ...] = (
     ("ops", "hal.cli.ops:add_arguments", "hal.cli.ops:run", "the logical ops, their contracts and kernels"),
     ("explain", "hal.cli.explain:add_arguments", "hal.cli.explain:run", "why an op runs the kernel it runs"),
     ("plan", "hal.cli.plan:add_arguments", "hal.cli.plan:run", "every choice of a whole model, and its bytes"),
+    ("matrix", "hal.cli.matrix:add_arguments", "hal.cli.matrix:run", "ops by devices: kernel, reason, evidence"),
+    ("diff", "hal.cli.diff:add_arguments", "hal.cli.diff:run", "two devices: facts and choices that differ"),
     ("verify", "hal.cli.verify:add_arguments", "hal.cli.verify:run", "kernels against the float64 oracle, here"),
     ("bench", "hal.cli.bench:add_arguments", "hal.cli.bench:run", "kernels timed side by side, here"),
 )

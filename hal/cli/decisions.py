@@ -84,6 +84,31 @@ def decisions_alone(
     return _distinct(parts, op, None)
 
 
+def sites(runtime: Runtime) -> dict[str, Choice]:
+    """What was chosen at each site that is bound."""
+    return {group.site(member): choice for group in runtime.groups for member, choice in group.choices.items()}
+
+
+def sites_alone(runtime: Runtime, built: Runtime) -> dict[str, tuple[Op[..., Any], Choice | HalError]]:
+    """Op and outcome at each site where the whole model cannot be had: each group of ``built`` by itself."""
+    found: dict[str, tuple[Op[..., Any], Choice | HalError]] = {}
+    for group in built.groups:
+        try:
+            choices: Mapping[str, Choice | HalError] = _again(runtime, replace(group, fixed={}), {}) or {}
+        except HalError as error:
+            choices = dict.fromkeys(group.members, error)
+        found |= {group.site(member): (group.members[member], answer) for member, answer in choices.items()}
+    return found
+
+
+def alone(runtime: Runtime, site: str, op: Op[..., Any]) -> Choice | HalError:
+    """What serves one op by itself under the policy of a site, or why nothing does."""
+    try:
+        return _resolved(runtime, site, (op,))[0]
+    except HalError as error:
+        return error
+
+
 def _with(runtime: Runtime, op: AnyOp, changes: Mapping[str, str] | None, glob: str | None) -> list[Group]:
     """The groups that have the op, at sites that match; fields and sites are checked."""
     groups = [g for g in runtime.groups if any(True for _ in _found(g.name, g.choices, op))]

@@ -10,10 +10,9 @@ from hal.choice import rows_text
 from hal.cli.changes import changed, check_known, parse
 from hal.cli.common import add_device, add_draft, add_json, filled, positive, print_broken, resolving_runtime
 from hal.cli.decisions import AnyOp, Decision, decisions, decisions_alone
-from hal.cli.models import build, ends, lost
-from hal.cli.shape import decision_json
+from hal.cli.models import build, elsewhere, ends, lost
+from hal.cli.shape import decision_json, piece_rows
 from hal.cli.show import print_json, print_table, settings_text
-from hal.device import load_device
 from hal.errors import HalError, PolicyError
 from hal.ops import op_class
 from hal.policy import Policy
@@ -102,13 +101,11 @@ def _changed(
 
 
 def _elsewhere(name: str, runtime: Runtime, error: HalError, draft: int) -> Runtime:
-    """The model on the shipped CPU profile under no policy: its problems. Raises ``error`` where that fails."""
-    built = Runtime(load_device("cpu"), Policy(), runtime.registry, load=False, world=runtime.world)
+    """The model's problems. Raises ``error`` where they cannot be had either."""
     try:
-        build(name, built, draft=draft)
+        return elsewhere(name, runtime, draft)
     except HalError:
         raise error from None
-    return built
 
 
 def _check_strict(found: list[Decision]) -> None:
@@ -127,7 +124,7 @@ def _print(decision: Decision, data: dict[str, Any]) -> None:
         print("resolved together: " + "; ".join(f"{name}: {k}" for name, k in decision.group.items()))
     if data["layouts"]:
         print("layouts: " + ", ".join(f"{name} {layout}" for name, layout in data["layouts"].items()))
-    rows = list(_piece_rows(data, ""))
+    rows = list(piece_rows(data))
     print_table(("rows", "kernel", "tier", "numerics", "settings", "why"), rows, 2)
     others = [c for c in data["candidates"] if c["status"] != "chosen"]
     if others:
@@ -135,16 +132,3 @@ def _print(decision: Decision, data: dict[str, Any]) -> None:
         cells = [(rows_text(c["rows"]), c["kernel"], c["status"], c["kind"], c["reason"]) for c in others]
         print_table(("rows", "kernel", "status", "kind", "reason"), cells, 2)
     print(f"fell back: {data['fell_back']}" if data["fell_back"] else "did not fall back")
-
-
-def _piece_rows(data: dict[str, Any], indent: str) -> list[tuple[str, ...]]:
-    """A line for each piece, its parts below it."""
-    found: list[tuple[str, ...]] = []
-    for piece in data["pieces"]:
-        settings = settings_text(piece["settings"])
-        name, rows = f"{indent}{piece['chosen']}", f"{indent}{rows_text(piece['rows'])}"
-        found.append((rows, name, piece["tier"], piece["numerics"], settings, piece["why"]))
-        for part, inner in piece["parts"].items():
-            found.append(("", f"{indent}  {part}: {inner['op']}", "", "", "", ""))
-            found += _piece_rows(inner, indent + "    ")
-    return found

@@ -23,6 +23,17 @@ def build(name: str, runtime: Runtime, scheme: str | None = None, draft: int = 0
     family.model(family.quantize(config, scheme) if scheme else config, runtime, draft)
 
 
+def elsewhere(name: str, runtime: Runtime, draft: int = 0) -> Runtime:
+    """A model on the shipped CPU profile under no policy: the problems that it has, whatever serves them."""
+    from hal.device import load_device
+    from hal.policy import Policy
+    from hal.runtime import Runtime
+
+    built = Runtime(load_device("cpu"), Policy(), runtime.registry, load=False, world=runtime.world)
+    build(name, built, draft=draft)
+    return built
+
+
 def _find(name: str) -> tuple[Family, str]:
     path = Path(name)
     if not path.is_dir():

@@ -1,4 +1,4 @@
-"""A decision as JSON: the schema ``hal.explain/1`` and what ``hal explain`` prints from."""
+"""A decision as JSON: the schema ``hal.explain/1`` and what ``hal explain`` and ``hal diff`` print from."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from hal.choice import Candidate, Choice, Piece, rows_text
 from hal.cli.decisions import Decision
-from hal.cli.show import plain
+from hal.cli.show import plain, settings_text
 from hal.kernel import Rows
 
 
@@ -48,6 +48,19 @@ def _piece(piece: Piece, choice: Choice) -> dict[str, Any]:
         "numerics": str(piece.numerics(choice.op)),
         "parts": {name: choice_json(part) for name, part in piece.parts.items()},
     }
+
+
+def piece_rows(data: dict[str, Any], indent: str = "") -> list[tuple[str, ...]]:
+    """A line for each piece, its parts below it."""
+    found: list[tuple[str, ...]] = []
+    for piece in data["pieces"]:
+        settings = settings_text(piece["settings"])
+        name, rows = f"{indent}{piece['chosen']}", f"{indent}{rows_text(piece['rows'])}"
+        found.append((rows, name, piece["tier"], piece["numerics"], settings, piece["why"]))
+        for part, inner in piece["parts"].items():
+            found.append(("", f"{indent}  {part}: {inner['op']}", "", "", "", ""))
+            found += piece_rows(inner, indent + "    ")
+    return found
 
 
 def for_rows(candidate: Candidate, piece: Piece, rows: int) -> Candidate:
