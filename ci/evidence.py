@@ -26,16 +26,17 @@ NO_REASON = "the report keeps no reasons"
 
 
 def of_verify(report: Mapping[str, Any], day: str) -> Evidence:
-    """Conformance on a real device."""
+    """Conformance on a real device, of kernels that are still those that ran."""
     kinds = {"passed": "ran", "failed": "failed", "refused": "refused"}
     rows = [
         Row(r["op"], r["kernel"], kind, r[status], "" if kind == "ran" else NO_REASON)
         for r in report["results"]
         for status, kind in kinds.items()
-        if r[status]
+        if r[status] and f"{r['op']} {r['kernel']}" not in report.get("rewritten", ())
     ]
     stack = {name: report[name] for name in LIBRARIES if name in report}
-    return Evidence(report["device"], report["arch"], day, stack=stack, rows=merged(rows))
+    note = report.get("note", "")
+    return Evidence(report["device"], report["arch"], day, stack=stack, rows=merged(rows), note=note)
 
 
 def of_compiled(table: Mapping[str, Any], day: str) -> list[Evidence]:
