@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     if not torch.cuda.is_available():
         for item in marked:
-            item.add_marker(pytest.mark.skip(reason="needs a GPU; its report stands in bench/results"))
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
 @pytest.hookimpl(tryfirst=True)

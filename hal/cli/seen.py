@@ -49,10 +49,7 @@ def of_piece(
     choice: Choice, piece: Piece, device: Device, files: Mapping[str, Evidence], part: str = ""
 ) -> Iterator[Seen]:
     """The best evidence for every kernel that a piece runs, its parts' after its own."""
-    own = _best(part, choice.op.title(), piece.kernel.name, device, files)
-    # a composed kernel does nothing itself: where it was never looked at, its parts were
-    if not (piece.parts and piece.kernel.tier == "composed" and own.kind == "resolved"):
-        yield own
+    yield _best(part, choice.op.title(), piece.kernel.name, device, files)
     for name, inner in piece.parts.items():
         for each in inner.pieces:
             yield from of_piece(inner, each, device, files, f"{part}.{name}" if part else name)
