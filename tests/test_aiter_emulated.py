@@ -15,6 +15,7 @@ from hal_models.commands.loading import SHIPPED
 from hal_models.qwen3_5.config import configure
 from hal_models.qwen3_5.model import Qwen35
 from hal_models.qwen3_5.weights import load
+from hal_models.tasks import lines
 from recording import record
 from sized import SIZED, cases
 
@@ -151,6 +152,17 @@ def test_tokens_over_two_ranks_with_the_fused_reduction(name: str) -> None:
         assert rank["texts"] == found[0]["texts"]
         assert rank["calls"]["aiter.dist.communication_op:tensor_model_parallel_fused_allreduce_rmsnorm"] > 100
     record("emulated", "mi300x", Verdict("AddRMSNorm", "rocm.reduce_add_rms_norm", f"{name} over two ranks", "passed"))
+
+
+def test_tokens_with_the_portable_kernels_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    (found,) = ranks(1, SHIPPED / "dense", 5)
+    sizes = [len(p) + len(a) for _, p, a in lines(7, 1000)]
+    shortest = sorted(range(1000), key=lambda i: (sizes[i], i))[:5]
+    theirs = json.loads((HERE / "answers-dense.json").read_text())["lines"]
+    assert found["texts"] == [theirs[i]["text"] for i in shortest]
+    assert {"triton.decode_whole", "triton.attention_prefill", "rocm.attention_decode"} <= set(found["chosen"])
 
 
 FEW = {"key_heads": 4, "value_heads": 8, "heads": 4, "kv_heads": 1, "head_dim": 64, "hidden": 256, "intermediate": 128}
