@@ -157,7 +157,7 @@ def test_tokens_over_two_ranks_with_the_fused_reduction(name: str) -> None:
 def test_tokens_with_the_portable_kernels_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    (found,) = ranks(1, SHIPPED / "dense", 5)
+    (found,) = ranks(1, SHIPPED / "dense", 5, timeout=1200)
     sizes = [len(p) + len(a) for _, p, a in lines(7, 1000)]
     shortest = sorted(range(1000), key=lambda i: (sizes[i], i))[:5]
     theirs = json.loads((HERE / "answers-dense.json").read_text())["lines"]
