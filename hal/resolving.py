@@ -46,6 +46,9 @@ class Resolver:
         self.registry = registry
         self.device = device
         self._memory: dict[tuple[tuple[AnyOp, ...], _Ask], tuple[Choice, ...] | HalError] = {}
+        # what a kernel says of an op, whatever else was asked
+        self._refusals: dict[tuple[str, AnyOp, bool], Reason | None] = {}
+        self._declared: dict[tuple[str, AnyOp], Mapping[str, Part]] = {}
 
     def resolve(
         self,
@@ -164,7 +167,7 @@ class Resolver:
                 continue
             for name, layouts in kernel.reads(op, self.device).items():
                 found.setdefault(name, []).extend(layouts)
-            parts = kernel.parts(op)
+            parts = self._parts_of(kernel, op)
             for key, part in parts.items():
                 inner = replace(ask, fed=key in _fed(parts), inside=ask.inside | {(op.title(), kernel.name)})
                 for name, layouts_ in self._wanted(part.op, inner).items():
@@ -240,6 +243,12 @@ class Resolver:
             return Reason("op", "is composed of this op; it cannot be a part of itself")
         if ask.rules.denied(op.title(), kernel.name):
             return Reason("policy", "denied by the policy")
+        key = (kernel.name, op, ask.fed)
+        if key not in self._refusals:
+            self._refusals[key] = self._own_refusal(kernel, op, ask.fed)
+        return self._refusals[key]
+
+    def _own_refusal(self, kernel: Kernel[Any], op: AnyOp, fed: bool) -> Reason | None:
         for need in kernel.needs:
             if need.kind != "software" and (reason := need(self.device)) and reason.kind != "software":
                 return reason
@@ -250,9 +259,15 @@ class Resolver:
             return reason
         for side, formats in (("x", kernel.takes), ("out", kernel.makes)):
             form = getattr(op, side, None)
-            if form is not None and not (side == "x" and ask.fed) and form not in formats(op):
+            if form is not None and not (side == "x" and fed) and form not in formats(op):
                 return _edge(side, formats(op), form)
         return None
+
+    def _parts_of(self, kernel: Kernel[Any], op: AnyOp) -> Mapping[str, Part]:
+        key = (kernel.name, op)
+        if key not in self._declared:
+            self._declared[key] = kernel.parts(op)
+        return self._declared[key]
 
     def _software(self, kernel: Kernel[Any], op: AnyOp) -> Reason | None:
         for need in kernel.needs:
@@ -263,7 +278,7 @@ class Resolver:
 
     def _layout(self, kernel: Kernel[Any], op: AnyOp, layouts: dict[str, Layout]) -> Reason | None:
         reads = kernel.reads(op, self.device)
-        through_parts = {part.outer(m) for part in kernel.parts(op).values() for m in part.op.memories()}
+        through_parts = {part.outer(m) for part in self._parts_of(kernel, op).values() for m in part.op.memories()}
         for name, memory in op.memories().items():
             if name not in reads and name in through_parts:
                 continue
@@ -275,7 +290,7 @@ class Resolver:
 
     def _parts(self, kernel: Kernel[Any], op: AnyOp, layouts: dict[str, Layout], ask: _Ask) -> dict[str, Choice]:
         """Choices of the parts, consumers before the producers that feed them."""
-        parts = dict(kernel.parts(op))
+        parts = dict(self._parts_of(kernel, op))
         fed = _fed(parts)
         done: dict[str, Choice] = {}
         for name, part in reversed(parts.items()):

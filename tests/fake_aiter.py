@@ -268,6 +268,7 @@ def gemm_a8w8_bpreshuffle(
 
 
 def _a8w8(x: Tensor, weight: Tensor, x_scale: Tensor, w_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    _dense(x, weight, x_scale, w_scale)
     assert x.dtype == weight.dtype
     assert x.dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
     assert x_scale.shape == (x.shape[0], 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import fake_aiter
 import pytest
 import torch
-from emulated import registry
+from emulated import ranks, registry
 from facts import device, value
 from hal_models.engine import Engine, Request
 from hal_models.qwen3_5.config import configure
@@ -191,3 +192,16 @@ def test_answers_of_a_whole_model(label: str, checkpoint: Path, calls: dict[str,
     chosen = {piece.kernel.name for group in on.groups for _, c in group.walk() for piece in c.pieces}
     assert GROUPED in chosen
     assert "torch.linear_quantized" not in chosen
+
+
+def test_answers_over_two_ranks(checkpoint: Path) -> None:
+    for rank in ranks(2, checkpoint, 12):
+        assert rank["texts"] == [answer for _, _, answer in lines(7, 12)]
+        assert {GROUPED, "rocm.reduce_add_rms_norm"} <= set(rank["chosen"])
+
+
+def test_what_is_recorded_of_every_line() -> None:
+    runs = json.loads((Path(__file__).parent / "emulated-fp8_channel.json").read_text())["runs"]
+    found = {(run["checkpoint"], run["ranks"]): run["lines"] for run in runs}
+    assert found == {(name, world): 1000 if world == 1 else 100 for name in ("dense", "moe") for world in (1, 2)}
+    assert all(len(run["differ"]) <= run["lines"] / 500 for run in runs)

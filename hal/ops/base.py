@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, ParamSpec, TypeVar
 
@@ -141,6 +142,10 @@ class Op(Generic[P, R]):
 
     def schemes(self) -> tuple[Scheme, ...]:
         """How its weights are quantized: every scheme among its fields, and those of its parts."""
+        return self._schemes
+
+    @cached_property
+    def _schemes(self) -> tuple[Scheme, ...]:
         found: dict[Scheme, None] = {}
         for f in fields(self):
             value = getattr(self, f.name)
@@ -182,6 +187,10 @@ class Op(Generic[P, R]):
 
     def memories(self) -> dict[str, tuple[Param, ...] | State]:
         """Parameters grouped by memory, and states, by name."""
+        return self._memories
+
+    @cached_property
+    def _memories(self) -> dict[str, tuple[Param, ...] | State]:
         found: dict[str, tuple[Param, ...] | State] = {}
         for param in self.params():
             found[param.memory] = (*found.get(param.memory, ()), param)  # type: ignore[misc]

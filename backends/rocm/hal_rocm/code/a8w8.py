@@ -26,7 +26,8 @@ def _product(site: Site, gemm: Callable[..., Tensor], shuffled: bool) -> Call:
     def run(x: Encoded) -> Tensor:
         if not x.value.shape[0]:
             return torch.empty((0, rows), dtype=out, device=x.value.device)
-        values, scales = x.value.split(most), x.scale.split(most)
+        # whether aiter honours a stride of rows is not known
+        values, scales = x.value.contiguous().split(most), x.scale.contiguous().split(most)
         found = [
             gemm(XQ=v, WQ=weight, x_scale=s, w_scale=scale, dtype=out) for v, s in zip(values, scales, strict=True)
         ]
