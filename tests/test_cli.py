@@ -178,6 +178,7 @@ def test_plan_counts_bytes_and_splits_them(capsys: pytest.CaptureFixture[str]) -
     assert whole["kv_bytes_per_token"] == 6 * 2 * 2 * 256 * 2
 
 
+@pytest.mark.spoils
 def test_verify_counts_and_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     data = told(capsys, "verify", "Copy")
     assert data["schema"] == "hal.verify/1"

@@ -19,7 +19,7 @@ import hal
 from facts import device
 from emulated import registry
 from hal.conformance import Verdict, verify_kernel
-from hal.ops import AddRMSNorm, Copy, SiluMul
+from hal.ops import AddRMSNorm, Copy, Gemm, SiluMul
 from recording import record
 
 def on(name):
@@ -31,6 +31,11 @@ def test_own(again):
 
 def test_other_facts():
     assert {v.status for v in verify_kernel(on("h200"), Copy, "torch.copy")} == {"passed"}
+
+def test_a_library_s():
+    runtime = hal.Runtime(device("mi300x"), hal.Policy(), registry(), place="cpu")
+    found = list(verify_kernel(runtime, Gemm, "rocm.gemm"))
+    assert "failed" not in {v.status for v in found}
 
 def test_told():
     record("interpreted", "h200", Verdict("SiluMul", "triton.silu_mul", "rows", "passed"))
@@ -102,14 +107,16 @@ def test_a_run_tells_what_it_saw(count: int, tmp_path: Path) -> None:
     assert found.arch == "cpu"
     assert found.stack["torch"]
     cases = len(hal.ops.Copy.cases())
-    assert set(found.rows) == {
+    (library,) = (row for row in found.rows if row.kernel == "rocm.gemm")
+    assert (library.op, library.kind, library.on) == ("Gemm", "emulated", "mi300x")
+    assert set(found.rows) - {library} == {
         Row("Copy", "torch.copy", "ran", cases),
         Row("Copy", "torch.copy", "ran", cases, on="h200"),
         Row("SiluMul", "triton.silu_mul", "interpreted", 1, on="h200"),
     }
     assert [(f.op, f.kernel) for f in found.fell_back] == [("AddRMSNorm", "torch.add_rms_norm")]
     assert "::test_falls_back" in found.fell_back[0].why
-    assert (found.tests.passed, found.tests.failed) == (7, 2)
+    assert (found.tests.passed, found.tests.failed) == (8, 2)
     (skipped,) = found.tests.skipped
     assert skipped.test.endswith("::test_skipped")
     assert skipped == Skipped(skipped.test, "no reason at all")
