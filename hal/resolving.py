@@ -399,7 +399,7 @@ def _fed(parts: Mapping[str, Part]) -> set[str]:
 
 def agreed(forms: Sequence[Format]) -> Made:
     """What a producer makes for consumers: one format for all, or one for each. Static scales are each one's own."""
-    own = any(isinstance(form, Quantized) and form.scale.static for form in forms)
+    own = any(isinstance(form, Quantized) and form.scale.fixed for form in forms)
     return forms[0] if len(forms) == 1 or (len(set(forms)) == 1 and not own) else tuple(forms)
 
 

@@ -154,7 +154,7 @@ class ComposedInProj(Composed, Kernel[InProj]):
 def per_tensor(groups: Sequence[PartGroup]) -> Reason | None:
     """Why one product cannot read the scales of a group's parts, or nothing."""
     for group in groups:
-        if group.scheme and group.scheme.weight.scale.per == "tensor" and len(group.parts) > 1:
+        if group.scheme and group.scheme.weight.scale.for_all and len(group.parts) > 1:
             return Reason("op", f"needs scales by rows to read several parts as one; of {group} each has one scale")
     return None
 
@@ -177,7 +177,7 @@ class ComposedNormGateUp(Composed, Kernel[NormGateUp]):
     """AddRMSNorm, Gemm, SiluMul."""
 
     def refuses(self, op: NormGateUp, device: Device) -> Reason | None:
-        if op.gate_up and op.gate_up.weight.scale.per == "tensor":
+        if op.gate_up and op.gate_up.weight.scale.for_all:
             return Reason("op", "needs scales by rows to read gate and up as one; each has one scale")
         return None
 

@@ -50,7 +50,7 @@ def weight_params(
     copies: int = 1,
     memory: str = "",
 ) -> tuple[Param, ...]:
-    """The parameters of a weight ``[..., rows, columns]``: itself, and its scale where it is quantized.
+    """The parameters of a weight ``[..., rows, columns]``: itself, its scale where it is quantized, its global scale.
 
     ``shard`` counts axes of the weight; a scale is split where it covers no more than its rank's share.
     """
@@ -68,28 +68,41 @@ def weight_params(
         (127.5, 64.0) if form.packs > 1 else (0.0, 2.0),
     )  # fmt: skip
     held, block = (*lead, *form.scale.shape(rows, columns)), form.scale.block
-    split, each = None, 1
+    split, per = None, 1
     if block and shard is not None:
-        split, each = shard, block[shard - len(lead)]
+        split, per = shard, block[shard - len(lead)]
     elif form.scale.per == "channel" and shard == len(lead):
         split = shard
     # rows differ, so that one scaled as its neighbour shows
     made = (spread / 2, 0.0 if form.scale.per == "tensor" else spread / 16)
+    if form.scale.within:  # the scale of a block is a large part of the global one, which is small
+        made = (128.0, 32.0)
     if form.scale.stored == "uint8":
         made = (round(log2(spread / 2)) + 127.0, 1.0)
     scale = Param(
         f"{name}_scale", held, form.scale.stored, f"{memory}_scale", split,
-        tuple(size // each for size in sections) if split is not None else (), copies if split is not None else 1, made,
+        tuple(size // per for size in sections) if split is not None else (), copies if split is not None else 1, made,
     )  # fmt: skip
-    return (codes, scale)
+    if not form.scale.within:
+        return (codes, scale)
+    by_rows = form.scale.within == "channel" and shard == len(lead)
+    whole = Param(
+        f"{name}_global", (*lead, *form.scale.shape_within(rows)), "float32", f"{memory}_global",
+        shard if by_rows else None, sections if by_rows else (), copies if by_rows else 1,
+        (spread / 256, 0.0 if form.scale.within == "tensor" else spread / 2048),
+    )  # fmt: skip
+    return (codes, scale, whole)
 
 
-def input_params(scheme: Scheme | None, memory: str = "weight") -> tuple[Param, ...]:
-    """The scale of the input, where the checkpoint fixes it: a buffer that the producer of x reads."""
-    if scheme is None or scheme.activations is None or not scheme.activations.scale.static:
+def input_params(scheme: Scheme | None, memory: str = "weight", count: int = 1) -> tuple[Param, ...]:
+    """The scale of the input, where the checkpoint fixes it: a buffer that the producer of x reads.
+
+    Where the scheme has blocks under a global scale, it is that one. ``count``: of experts, one each.
+    """
+    if scheme is None or scheme.activations is None or not scheme.activations.scale.fixed:
         return ()
     name = input_scale(memory)
-    return (Param(name, (1,), "float32", name, init=(0.02, 0.0)),)
+    return (Param(name, (count,), "float32", name, init=(0.02, 0.0)),)
 
 
 def input_scale(memory: str) -> str:

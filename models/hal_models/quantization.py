@@ -68,12 +68,15 @@ def recipe(name: str, also: Sequence[str] = (), exclude: Sequence[str] = ()) -> 
 
 @dataclass(frozen=True)
 class Names:
-    """Tensors of one quantized module, after its dot; ``divides``: the global scales divide."""
+    """Tensors of one quantized module, after its dot.
+
+    ``within``: of weights whose scales lie under a global one, that one; ``divides``: it and that of the input divide.
+    """
 
     weight: str = "weight"
     scale: str = "weight_scale"
     input_scale: str = "input_scale"
-    within: str = ""
+    within: str = "weight_scale_2"
     divides: bool = False
 
 
@@ -82,14 +85,20 @@ class Quantization:
     """The rules of a checkpoint, the first that names a module holds; what none names is not quantized.
 
     ``kv_cache``: what the checkpoint would have keys and values stored in, empty where it says nothing.
+    ``names``: of all modules, but ``within`` of those with global scales, where the dialect names them otherwise.
     """
 
     dialect: str
     rules: tuple[Rule, ...]
     kv_cache: str = ""
     names: Names = Names()
+    within: Names | None = None
 
     def scheme(self, module: str) -> Scheme | None:
         """The scheme of a module, by any of its names."""
         name = bare(module)
         return next((rule.scheme for rule in self.rules if rule.names(name)), None)
+
+    def named(self, scheme: Scheme) -> Names:
+        """How files name the tensors of a module of this scheme."""
+        return self.within if self.within and scheme.weight.scale.within else self.names
