@@ -101,8 +101,8 @@ def test_weights_alone() -> None:
 
 SAYS = {
     "fp8": ("fp8_tensor", "fp8_block"),
-    "modelopt": ("fp8_tensor", "fp8_channel"),
-    "compressed-tensors": ("fp8_tensor", "fp8_channel", "fp8_block"),
+    "modelopt": ("fp8_tensor", "fp8_channel", "nvfp4"),
+    "compressed-tensors": ("fp8_tensor", "fp8_channel", "fp8_block", "nvfp4"),
     "quark": ("fp8_tensor", "fp8_channel", "mxfp4"),
 }
 
@@ -135,6 +135,7 @@ def test_what_is_written_is_read_again(name: str, dialect: str) -> None:
         (quark(inputs={"dtype": "fp8_e4m3", "qscheme": "per_group"}), ("input_tensors", "per_group")),
         (quark(layer_type_quant_config={"Linear": {}}), ("layer_type_quant_config",)),
         (mixed(**{"0_mlp.up_proj": "W4A8_AWQ"}), ("W4A8_AWQ", "FP8")),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, ("group_size", "16", "32")),
         ({"quant_method": "fp8", "activation_scheme": "sometimes"}, ("activation_scheme", "sometimes")),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, ("weight_block_size", "64")),
         (quark(weight={"dtype": "fp4", "qscheme": "per_group", "group_size": 16}), ("weight", "16")),

@@ -10,19 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Pretend, Tensors, config, parts, per_expert, save, tensors
+from checkpoints import Pretend, Tensors, config, parts, save, tensors
 from dequantized import Emulated
 from facts import runtime
 from hal_models.commands.loading import SHIPPED
-from hal_models.dialects import written as written_as
-from hal_models.encoding import encoded
 from hal_models.engine import score
-from hal_models.quantization import Quantization, recipe
 from hal_models.qwen3_5.config import configure
 from hal_models.qwen3_5.model import Qwen35
 from hal_models.qwen3_5.weights import load
 from hal_models.tasks import lines
-from hal_models.writing import PROJECTION
 from safetensors.torch import load_file, save_file
 
 from hal.cli import main
@@ -33,24 +29,37 @@ WAYS = {
     "fp8_channel": ("quark", "compressed-tensors", "modelopt"),
     "fp8_block": ("fp8", "compressed-tensors"),
     "mxfp4": ("quark",),
+    "nvfp4": ("modelopt", "compressed-tensors"),
+    "fp8_tensor": ("modelopt", "compressed-tensors"),
 }
+FIXED = ("nvfp4", "fp8_tensor")  # scales of inputs come from a calibration
 LINES = [prompt.encode()[:3] for _, prompt, _ in lines(7, 6)]  # an input near a boundary is rare in three tokens
 
 
 def quantized(source: str | Path, out: Path, scheme: str, dialect: str, *more: str) -> Path:
+    if scheme in FIXED:
+        file = out.with_suffix(".txt")
+        file.write_text("\n".join(prompt + answer for _, prompt, answer in lines(3, 24)) + "\n")
+        more = (*more, "--calibrate", str(file))
     assert main(["quantize", str(source), "--scheme", scheme, "--dialect", dialect, "--out", str(out), *more]) == 0
     return out
 
 
+class Written(dict[tuple[str, str], Path]):
+    """Each shipped checkpoint in each scheme, in its first dialect, written when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __missing__(self, key: tuple[str, str]) -> Path:
+        name, scheme = key
+        self[key] = quantized(f"tiny-{name}", self.folder / f"{name}-{scheme}", scheme, WAYS[scheme][0])
+        return self[key]
+
+
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
-    """Each shipped checkpoint in each scheme, in its first dialect."""
-    folder = tmp_path_factory.mktemp("quantized")
-    return {
-        (name, scheme): quantized(f"tiny-{name}", folder / f"{name}-{scheme}", scheme, dialects[0])
-        for name in ("dense", "moe")
-        for scheme, dialects in WAYS.items()
-    }
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return Written(tmp_path_factory.mktemp("quantized"))
 
 
 def built(folder: Path, dtype: str | None = None, rank: int = 0, world: int = 1, **policy: Any) -> Qwen35:
@@ -108,6 +117,10 @@ def test_every_dialect_gives_the_same_model(name: str, scheme: str, dialect: str
     other = quantized(f"tiny-{name}", tmp_path / "other", scheme, dialect)
     got, want = parts(built(other)), parts(built(written[name, scheme]))
     assert got.keys() == want.keys()
+    turned = [part for part in want if scheme == "nvfp4" and ("_global" in part or ".input_scale" in part)]
+    assert bool(turned) == (scheme == "nvfp4")
+    for part in turned:  # one dialect has what the other divides by
+        torch.testing.assert_close(got.pop(part), want.pop(part), rtol=2**-22, atol=0)
     assert all(torch.equal(got[part].view(torch.uint8), want[part].view(torch.uint8)) for part in want)
 
 
@@ -225,35 +238,21 @@ def test_each_rank_holds_its_rows_and_their_scales(world: int, tmp_path: Path) -
         assert torch.equal(rank[name], whole[name][first * kept : (first + 1) * kept])
 
 
-def static(name: str, out: Path) -> Path:
-    """A shipped checkpoint with one scale for each matrix and a fixed one for each input, as ModelOpt writes it."""
-    rules = recipe("fp8_tensor")
-    named: Tensors = {}
-    plain: list[str] = []
-    for file, tensor in per_expert(load_file(SHIPPED / name / "model.safetensors")).items():
-        module = file.removesuffix(".weight")
-        scheme = Quantization("", rules).scheme(module) if PROJECTION.match(file) else None
-        if scheme is None:
-            named[file] = tensor
-            plain += [module] if PROJECTION.match(file) else []
-            continue
-        named[file], named[f"{module}.weight_scale"] = encoded(tensor, scheme.weight)
-        named[f"{module}.input_scale"] = torch.tensor(0.05)
-    cfg = json.loads((SHIPPED / name / "config.json").read_text())
-    return save(out, cfg | {"quantization_config": written_as("modelopt", rules, plain)}, named)
-
-
-@pytest.mark.parametrize("name", ["dense", "moe"])
-def test_one_scale_for_a_matrix_and_a_fixed_one_for_its_input(name: str, tmp_path: Path) -> None:
-    folder = static(name, tmp_path / "static")
-    agrees(folder)
+def test_projections_of_one_input_whose_fixed_scales_differ(written: Any, tmp_path: Path) -> None:
+    folder = written["dense", "fp8_tensor"]
     scale = "model.layers.0.linear_attn.in_proj_z.input_scale"
     refused(changed(folder, tmp_path / "less", **{scale: None}), f"tensors missing: {scale}")
     other = changed(folder, tmp_path / "other", **{scale: torch.tensor(0.06)})
     refused(other, scale.replace("_z", "_qkv"), scale, "the scale of the same input")
-    if name == "dense":
-        stray = "model.layers.0.linear_attn.in_proj_a.input_scale"
-        built(changed(folder, tmp_path / "stray", **{stray: torch.tensor(1.0)}))  # left out, with a note
+    stray = "model.layers.0.linear_attn.in_proj_a.input_scale"
+    built(changed(folder, tmp_path / "stray", **{stray: torch.tensor(1.0)}))  # left out, with a note
+
+
+@pytest.mark.parametrize("scheme", FIXED)
+def test_each_expert_has_its_own_scale_of_inputs(scheme: str, written: Any) -> None:
+    held = parts(built(written["moe", scheme]))
+    down = held["layers.0.mlp.input_scale_experts_down"]
+    assert len(down) > 1 < len(set(down.tolist()))
 
 
 def values(built_: Qwen35, site: str, part: str) -> torch.Tensor:
@@ -263,11 +262,12 @@ def values(built_: Qwen35, site: str, part: str) -> torch.Tensor:
     named = parts(built_)
     codes, scale, form = named[f"{site}.{part}"], named[f"{site}.{part}_scale"], op.schemes()[0].weight
     block = codes.shape[0] // scale.shape[0], codes.shape[1] * form.packs // scale.shape[1]
-    return real(codes, scale, replace(form, scale=replace(form.scale, block=block)), torch.float64)
+    whole = named.get(f"{site}.{part}_global")
+    return real(codes, scale, replace(form, scale=replace(form.scale, block=block)), torch.float64, whole)
 
 
 @pytest.mark.parametrize("world", [2, 8])
-@pytest.mark.parametrize("scheme", ["fp8_block", "mxfp4"])
+@pytest.mark.parametrize("scheme", ["fp8_block", "mxfp4", "nvfp4"])
 def test_blocks_that_a_share_cuts_keep_their_scale(scheme: str, world: int, tmp_path: Path) -> None:
     """Rows and columns of a rank need not be whole blocks: 256 rows over 8 ranks are quarters of two."""
     sizes = {"hidden_size": 64, "linear_value_head_dim": 16, "linear_key_head_dim": 8, "intermediate_size": 256}
@@ -298,7 +298,12 @@ def test_what_cannot_be_quantized_says_so(tmp_path: Path, capsys: pytest.Capture
     assert "unknown dialect 'quack'" in says(
         "tiny-dense", "--scheme", "fp8_channel", "--dialect", "quack", "--out", new
     )
-    assert "needs calibration" in says("tiny-dense", "--scheme", "fp8_tensor", "--out", new)
+    assert "--calibrate FILE" in says("tiny-dense", "--scheme", "fp8_tensor", "--out", new)
+    assert "--calibrate" in says("tiny-dense", "--scheme", "nvfp4", "--out", new, "--calibrate", f"{there}/no.txt")
+    (tmp_path / "empty.txt").write_text("\n")
+    empty = f"{there}/empty.txt"
+    assert "got none" in says("tiny-dense", "--scheme", "nvfp4", "--out", new, "--calibrate", empty)
+    (tmp_path / "empty.txt").unlink()
     again = str(written["dense", "fp8_channel"])
     assert "is quantized already" in says(again, "--scheme", "fp8_channel", "--out", new)
     assert list(tmp_path.iterdir()) == []
