@@ -95,7 +95,7 @@ class Emulated:
         block = scheme.activations.scale.block
         if scheme.activations.scale.within:
             whole = self.whole(file, "input_scale", "input_global_scale")
-            return torch.cat([nvfp4(piece, whole) for row in x for piece in row.split(16)]).reshape(x.shape)
+            return nvfp4(x.reshape(-1, 16), whole).reshape(x.shape)
         pieces = [piece for row in x for piece in row.split(block[1] if block else len(row))]
         if scheme.activations.value == "float4_e2m1":
             return torch.cat([mxfp4(piece) for piece in pieces]).reshape(x.shape)
@@ -187,9 +187,8 @@ def mxfp4(x: Tensor) -> Tensor:
 
 
 def nvfp4(x: Tensor, whole: float) -> Tensor:
-    """A block with its scale in e4m3 under one number for all, both as the format has them."""
+    """Blocks ``[n, 16]``, each with its scale in e4m3 under one number for all, as both formats have them."""
     known = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
-    inner = nearest((x.abs().max() / 6 / whole).clamp(max=448.0).reshape(1), known)
-    if not inner:
-        return torch.zeros_like(x)
-    return nearest((x / (inner * whole)).abs().clamp(max=6.0), e2m1(torch.arange(8))) * x.sign() * inner * whole
+    scale = nearest((x.abs().amax(1, keepdim=True) / 6 / whole).clamp(max=448.0), known) * whole
+    codes = nearest((x / scale.clamp(min=1e-300)).abs().clamp(max=6.0), e2m1(torch.arange(8)))
+    return codes * x.sign() * scale

@@ -80,7 +80,7 @@ def changed(folder: Path, out: Path, **edits: Any) -> Path:
 def agrees(folder: Path) -> None:
     """Each line's logits are the emulated ones, but where an input fell on the other side of a rounding boundary."""
     emulated = Emulated(folder)
-    got = score(built(folder, "float32"), [list(line) for line in LINES])
+    got = score(built(folder, "float32", activations="checkpoint"), [list(line) for line in LINES])
     off = [
         float((logits.double() - emulated.logits(list(line))).abs().max())
         for logits, line in zip(got, LINES, strict=True)
@@ -104,6 +104,25 @@ def test_logits_are_those_of_the_real_weights_with_inputs_rounded(name: str, sch
     assert float((plain - real).abs().max()) > 0.01
 
 
+@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_inputs_of_4_bits_stay_as_they_are_where_the_device_multiplies_none(
+    name: str, scheme: str, written: Any
+) -> None:
+    model = built(written[name, scheme], "float32")
+    emulated, rounded = (Emulated(written[name, scheme], plain) for plain in (True, False))
+    for logits, line in zip(score(model, [list(line) for line in LINES[:2]]), LINES, strict=False):
+        want = emulated.logits(list(line))
+        assert float((logits.double() - want).abs().max()) < 1e-4
+        assert float((rounded.logits(list(line)) - want).abs().max()) > 0.01
+    report = model.runtime.report()
+    assert f"activations: {scheme} takes them as they are: rounding them to float4_e2m1 needs fp4_e2m1" in report
+    assert f"{scheme} (activations as they are)" in report
+    there = built(written[name, scheme], activations="checkpoint").runtime.report()
+    assert "as they are" not in there
+    assert "x float4_e2m1" in there
+
+
 @pytest.mark.parametrize("scheme", WAYS)
 @pytest.mark.parametrize(("name", "least"), [("dense", 0.99), ("moe", 0.95)])
 def test_answers_stay_right(name: str, least: float, scheme: str, written: Any) -> None:
@@ -115,7 +134,7 @@ def test_answers_stay_right(name: str, least: float, scheme: str, written: Any) 
 @pytest.mark.parametrize("name", ["dense", "moe"])
 def test_every_dialect_gives_the_same_model(name: str, scheme: str, dialect: str, written: Any, tmp_path: Path) -> None:
     other = quantized(f"tiny-{name}", tmp_path / "other", scheme, dialect)
-    got, want = parts(built(other)), parts(built(written[name, scheme]))
+    got, want = (parts(built(f, activations="checkpoint")) for f in (other, written[name, scheme]))
     assert got.keys() == want.keys()
     turned = [part for part in want if scheme == "nvfp4" and ("_global" in part or ".input_scale" in part)]
     assert bool(turned) == (scheme == "nvfp4")
@@ -250,7 +269,7 @@ def test_projections_of_one_input_whose_fixed_scales_differ(written: Any, tmp_pa
 
 @pytest.mark.parametrize("scheme", FIXED)
 def test_each_expert_has_its_own_scale_of_inputs(scheme: str, written: Any) -> None:
-    held = parts(built(written["moe", scheme]))
+    held = parts(built(written["moe", scheme], activations="checkpoint"))
     down = held["layers.0.mlp.input_scale_experts_down"]
     assert len(down) > 1 < len(set(down.tolist()))
 
@@ -271,7 +290,7 @@ def values(built_: Qwen35, site: str, part: str) -> torch.Tensor:
 def test_blocks_that_a_share_cuts_keep_their_scale(scheme: str, world: int, tmp_path: Path) -> None:
     """Rows and columns of a rank need not be whole blocks: 256 rows over 8 ranks are quarters of two."""
     sizes = {"hidden_size": 64, "linear_value_head_dim": 16, "linear_key_head_dim": 8, "intermediate_size": 256}
-    cfg = config(dtype="bfloat16", num_key_value_heads=8, **sizes)
+    cfg = config(dtype="bfloat16", num_key_value_heads=8, vocab_size=256, **sizes)
     odd = {n: ((t % 509) * (1 + t // 3000 % 40)).bfloat16() for n, t in tensors(cfg).items()}
     folder = quantized(save(tmp_path / "plain", cfg, odd), tmp_path / "out", scheme, WAYS[scheme][0])
     whole, ranks = built(folder), [built(folder, rank=rank, world=world) for rank in range(world)]

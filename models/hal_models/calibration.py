@@ -64,6 +64,8 @@ def calibrate(folder: Path, lines: Sequence[str]) -> Calibration:
     rows = [ids for line in lines if (ids := encode(line)[:MOST_TOKENS])]
     if not rows:
         raise CheckpointError(f"{folder}: calibration needs lines of text, got none")
+    if (most_id := max(map(max, rows))) >= model.cfg.vocab:
+        raise CheckpointError(f"{folder}: calibration: expected tokens below {model.cfg.vocab}, got {most_id}")
     most: dict[str, float] = {}
     _watch(model, most)
     for start in range(0, len(rows), TOGETHER):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hal.errors import UnknownName
@@ -98,6 +98,10 @@ class Quantization:
         """The scheme of a module, by any of its names."""
         name = bare(module)
         return next((rule.scheme for rule in self.rules if rule.names(name)), None)
+
+    def changed(self, change: Callable[[Scheme | None], Scheme | None]) -> Quantization:
+        """The same with each scheme replaced by what ``change`` makes of it."""
+        return replace(self, rules=tuple(replace(rule, scheme=change(rule.scheme)) for rule in self.rules))
 
     def named(self, scheme: Scheme) -> Names:
         """How files name the tensors of a module of this scheme."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hal.errors import CheckpointError, UnknownName
 from hal.formats import Scheme
@@ -13,6 +13,9 @@ from hal_models.dialects import read
 from hal_models.quantization import Quantization, recipe
 from hal_models.qwen3_5.published import PUBLISHED
 from hal_models.shipped import folder_of, shipped
+
+if TYPE_CHECKING:
+    from hal.runtime import Runtime
 
 Kind = Literal["linear_attention", "full_attention"]
 KINDS = ("linear_attention", "full_attention")
@@ -54,6 +57,10 @@ class Config:
     def scheme(self, module: str) -> Scheme | None:
         """How a checkpoint quantizes a module, such as ``layers.0.linear_attn.in_proj_z``."""
         return self.quantization.scheme(module) if self.quantization else None
+
+    def served(self, rt: Runtime) -> Config:
+        """The same with schemes as a runtime has them on its device under its policy."""
+        return replace(self, quantization=self.quantization.changed(rt.served)) if self.quantization else self
 
     def typed(self, dtype: str | None) -> Config:
         """The same computed in another dtype."""

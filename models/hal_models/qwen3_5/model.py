@@ -252,6 +252,7 @@ class Qwen35:
     def __init__(self, cfg: Config, rt: Runtime, draft: int = 0) -> None:
         if not 0 <= draft <= MOST_DRAFTS:
             raise HalError(f"draft: expected 0 (none) to {MOST_DRAFTS} tokens, got {draft}")
+        cfg = cfg.served(rt)
         self.cfg, self.runtime, self.draft = cfg, rt, draft
         self.shares = share = Shares(cfg, rt.world)
         self.embed = rt.bind(ops.Embed(vocab=share.vocab, hidden=cfg.hidden, dtype=cfg.dtype, world=rt.world), "embed")
