@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from checkpoints import config, save
 from hal_models.dialects import WRITERS, read, written
-from hal_models.quantization import PLAIN, Quantization, Rule, bare, recipe
+from hal_models.quantization import MIXES, PLAIN, Quantization, Rule, bare, recipe
 from hal_models.qwen3_5.config import configure
 
 from hal.errors import CheckpointError, UnknownName
@@ -156,6 +156,22 @@ def test_recipes_leave_out_what_nobody_quantizes() -> None:
     assert Quantization("", recipe("fp8_channel", also=PLAIN)).scheme("layers.0.linear_attn.in_proj_b") == CHANNEL
     with pytest.raises(UnknownName, match="did you mean 'in_proj_b'"):
         recipe("fp8_channel", also=["in_proj_bb"])
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_a_mix_has_a_scheme_for_the_mixers_and_one_for_all_else(name: str) -> None:
+    of = Quantization("", recipe(name))
+    quantized = name == "mxfp4+fp8_all"
+    wanted = {
+        "layers.0.linear_attn.in_proj_qkv": CHANNEL, "layers.3.self_attn.o_proj": CHANNEL,
+        "layers.0.linear_attn.in_proj_b": CHANNEL if quantized else None,
+        "layers.0.linear_attn.in_proj_a": CHANNEL if quantized else None,
+        "layers.0.mlp.experts.7.up_proj": SCHEMES["mxfp4"], "layers.0.mlp.shared_expert.down_proj": SCHEMES["mxfp4"],
+        "layers.0.mlp.gate": None, "lm_head": None, "mtp.layers.0.self_attn.q_proj": None,
+    }  # fmt: skip
+    assert {m: of.scheme(f"model.language_model.{m}") for m in wanted} == wanted
+    found = read("here", json.loads(json.dumps(written("quark", recipe(name), [m for m in wanted if not wanted[m]]))))
+    assert {m: found.scheme(m) for m in wanted} == wanted
 
 
 def test_modelopt_writes_beside_the_configuration(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ SCHEMA = "hal.plan/1"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL|FOLDER", help="a published name or a checkpoint's folder")
     parser.add_argument("--tp", type=positive, default=1, metavar="N", help="ranks of tensor parallelism")
-    parser.add_argument("--scheme", metavar="S", help="as if weights were quantized so: fp8_channel, fp8_tensor")
+    parser.add_argument("--scheme", metavar="S", help="as if weights were quantized so, such as fp8_channel")
     add_draft(parser)
     add_device(parser)
     add_json(parser)

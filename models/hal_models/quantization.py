@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from hal.errors import UnknownName
 from hal.formats import SCHEMES, Scheme
@@ -37,14 +38,17 @@ class Rule:
         """Whether the pattern names a bare module, under any prefix."""
         if self._compiled is not None:
             return any(self._compiled.match(prefix + module) for prefix in ("", *PREFIXES))
-        pattern = bare(self.pattern)
+        pattern = self._bare
         if pattern != self.pattern or pattern.startswith(STARTS):
             return f"{module}.".startswith(f"{pattern}.")
         return f".{pattern}." in f".{module}."
 
     @cached_property
-    def _compiled(self) -> re.Pattern[str] | None:
+    def _bare(self) -> str:
+        return bare(self.pattern)
 
+    @cached_property
+    def _compiled(self) -> re.Pattern[str] | None:
         if self.pattern.startswith("re:"):
             return re.compile(self.pattern[3:])
         return re.compile(fnmatch.translate(self.pattern)) if any(c in self.pattern for c in "*?[") else None
@@ -54,16 +58,32 @@ class Rule:
 PLAIN = ("lm_head", "mlp.gate", "shared_expert_gate", "in_proj_b", "in_proj_a", "mtp", "visual")
 
 
+class Mix(NamedTuple):
+    """Recipes of several schemes: of the mixers, of all else, and what of ``PLAIN`` is quantized all the same."""
+
+    mixers: str
+    others: str
+    also: tuple[str, ...] = ()
+
+
+MIXERS = ("*linear_attn.*", "*self_attn.*")
+MIXES = {
+    "mxfp4+fp8": Mix("fp8_channel", "mxfp4"),
+    "mxfp4+fp8_all": Mix("fp8_channel", "mxfp4", ("in_proj_b", "in_proj_a")),
+}
+
+
 def recipe(name: str, also: Sequence[str] = (), exclude: Sequence[str] = ()) -> tuple[Rule, ...]:
-    """The rules of a scheme's name for a whole model; ``also``: patterns of ``PLAIN`` to quantize all the same."""
-    if name not in SCHEMES:
-        raise UnknownName("scheme", name, SCHEMES)
-    scheme = SCHEMES[name]
+    """The rules of a scheme's or a mix's name for a whole model; ``also``: patterns of ``PLAIN`` to quantize too."""
+    if name not in (known := {**SCHEMES, **MIXES}):
+        raise UnknownName("scheme", name, known)
     for pattern in also:
         if pattern not in PLAIN:
             raise UnknownName("pattern that is left out", pattern, PLAIN)
-    plain = [*exclude, *(pattern for pattern in PLAIN if pattern not in also)]
-    return (*map(Rule, plain), Rule("*", scheme))
+    mix = MIXES.get(name, Mix("", name))
+    plain = [*exclude, *(pattern for pattern in PLAIN if pattern not in (*also, *mix.also))]
+    mixers = [Rule(pattern, SCHEMES[mix.mixers]) for pattern in MIXERS] if mix.mixers else []
+    return (*map(Rule, plain), *mixers, Rule("*", SCHEMES[mix.others]))
 
 
 @dataclass(frozen=True)
@@ -97,7 +117,13 @@ class Quantization:
     def scheme(self, module: str) -> Scheme | None:
         """The scheme of a module, by any of its names."""
         name = bare(module)
-        return next((rule.scheme for rule in self.rules if rule.names(name)), None)
+        if name not in self._found:  # of all experts of all layers
+            self._found[name] = next((rule.scheme for rule in self.rules if rule.names(name)), None)
+        return self._found[name]
+
+    @cached_property
+    def _found(self) -> dict[str, Scheme | None]:
+        return {}
 
     def changed(self, change: Callable[[Scheme | None], Scheme | None]) -> Quantization:
         """The same with each scheme replaced by what ``change`` makes of it."""

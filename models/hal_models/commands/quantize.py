@@ -10,9 +10,7 @@ from pathlib import Path
 from hal.errors import CheckpointError
 from hal_models.commands.loading import Bar, checkpoint
 
-DIALECT = {
-    "fp8_channel": "quark", "fp8_tensor": "modelopt", "fp8_block": "fp8", "mxfp4": "quark", "nvfp4": "modelopt",
-}  # fmt: skip
+DIALECT = {"fp8_tensor": "modelopt", "fp8_block": "fp8", "nvfp4": "modelopt"}  # of others quark
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     from hal_models.writing import quantize
 
     rules = recipe(args.scheme, args.also, args.exclude)
-    dialect = args.dialect or DIALECT[args.scheme]
+    dialect = args.dialect or DIALECT.get(args.scheme, "quark")
     folder, out = checkpoint(args.checkpoint), args.out
     if out.exists():
         raise CheckpointError(f"{out}: is there already; --out is a folder that is not")
