@@ -165,7 +165,9 @@ class Scheme:
     activations: Quantized | None = None
 
     def __str__(self) -> str:
-        name = next((name for name, known in SCHEMES.items() if self._alike(known)), "")
+        alike = [name for name, known in SCHEMES.items() if self._alike(known)]
+        # by its weight, of two of one weight by its activations
+        name = min(alike, key=lambda name: SCHEMES[name].activations != self.activations, default="")
         if not name:
             return f"{self.weight} (activations {self.activations or 'as they are'})"
         block, whole = self.weight.scale.block, SCHEMES[name].weight.scale.block
@@ -179,9 +181,7 @@ class Scheme:
         mine, theirs = self.weight.scale, known.weight.scale
         if mine.block and theirs.block:
             theirs = replace(theirs, block=mine.block)
-        if mine.within and theirs.within:
-            theirs = replace(theirs, within=mine.within)
-        return self.weight == replace(known.weight, scale=theirs)
+        return self.weight in (replace(known.weight, scale=scale) for scale in (theirs, theirs.by_rows()))
 
     def by_rows(self) -> Scheme:
         """The same with a scale for each row of the weight where there was one: rows of several parts then pack."""

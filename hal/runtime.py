@@ -93,7 +93,9 @@ class Runtime:
         if (reason := feature("fp4_e2m1")(self.device)) is None:
             return scheme
         why = f"rounding them to {form.value} {reason}"
-        self.notes[f"activations: {scheme} takes them as they are: {why}; HAL_ACTIVATIONS=checkpoint rounds them"] = None
+        self.notes[f"activations: {scheme} takes them as they are: {why}; HAL_ACTIVATIONS=checkpoint rounds them"] = (
+            None
+        )
         return replace(scheme, activations=None)
 
     def bind(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from checkpoints import Pretend, Tensors, config, parts, save, tensors
 from dequantized import Emulated
-from facts import runtime
+from facts import runtime, value
 from hal_models.commands.loading import SHIPPED
 from hal_models.engine import score
 from hal_models.qwen3_5.config import configure
@@ -37,7 +37,7 @@ LINES = [prompt.encode()[:3] for _, prompt, _ in lines(7, 6)]  # an input near a
 
 
 def quantized(source: str | Path, out: Path, scheme: str, dialect: str, *more: str) -> Path:
-    if scheme in FIXED:
+    if scheme in FIXED or scheme == "nvfp4+fp8":
         file = out.with_suffix(".txt")
         file.write_text("\n".join(prompt + answer for _, prompt, answer in lines(3, 24)) + "\n")
         more = (*more, "--calibrate", str(file))
@@ -196,11 +196,86 @@ def test_a_scale_that_is_none(value: float, shown: str, written: Any, tmp_path: 
 
 
 def test_scales_of_keys_and_values_are_reported(written: Any, tmp_path: Path) -> None:
-    name = "model.layers.3.self_attn.k_scale"
-    folder = changed(written["dense", "fp8_channel"], tmp_path / "kv", **{name: torch.ones(1)})
+    names = [f"model.layers.3.self_attn.{part}_scale" for part in "kv"]
+    scales = {name: torch.tensor([n / 4]) for n, name in enumerate(names, 1)}
+    folder = changed(written["dense", "fp8_channel"], tmp_path / "kv", **scales)
     model = Qwen35(configure(str(folder)), runtime())
     skipped = load(model, folder).skipped
-    assert [names for why, names in skipped.items() if "keys and values" in why] == [[name]]
+    assert [sorted(found) for why, found in skipped.items() if "keys and values" in why] == [names]
+    assert "scales: 2 of keys and values, 0.25 to 0.5, are not used: pages hold bfloat16" in model.runtime.report()
+    odd = changed(written["dense", "fp8_channel"], tmp_path / "odd", **{names[0]: torch.tensor([float("nan")])})
+    refused(odd, names[0], "numbers of 0 or more")
+
+
+@pytest.mark.parametrize("said", [{"kv_cache_quant_algo": "FP8"}, {"kv_cache_scheme": {"num_bits": 8}}])
+def test_pages_in_fp8_are_refused_with_their_reason(said: dict[str, Any], written: Any, tmp_path: Path) -> None:
+    folder = changed(written["dense", "fp8_tensor"], tmp_path / "kv")
+    cfg = json.loads((folder / "config.json").read_text())
+    cfg["quantization_config"] |= said
+    (folder / "config.json").write_text(json.dumps(cfg))
+    report = built(folder).runtime.report()
+    assert "keys and values: kept in bfloat16, for no kernel has pages in FP8; the file has " in report
+    assert "keys and values" not in built(written["dense", "fp8_tensor"]).runtime.report()
+
+
+@pytest.mark.parametrize(("scheme", "parts_"), [("nvfp4", 3), ("mxfp4", 1), ("fp8_tensor", 2), ("fp8_block", 1)])
+def test_no_sidecar_has_a_default(scheme: str, parts_: int, written: Any, tmp_path: Path) -> None:
+    folder, module = written["dense", scheme], "model.layers.1.mlp.down_proj."
+    held = load_file(folder / "model.safetensors")
+    beside = [name for name in held if name.startswith(module) and name != f"{module}weight"]
+    assert len(beside) == parts_
+    for index, name in enumerate(beside):
+        other = changed(folder, tmp_path / str(index), **{name: None})
+        with pytest.raises(CheckpointError, match=f"tensors missing: {name}"):
+            built(other, activations="checkpoint")
+
+
+def test_a_block_of_zeros_whose_scale_is_no_number(written: Any, tmp_path: Path) -> None:
+    """Exporters were seen to write 0x7F for it: refused, not repaired."""
+    folder, name = written["dense", "nvfp4"], "model.layers.1.mlp.down_proj.weight"
+    held = load_file(folder / "model.safetensors")
+    codes, scale = held[name].clone(), held[f"{name}_scale"].view(torch.uint8).clone()
+    codes[2, 8:16], scale[2, 1] = 0, 0x7F
+    odd = {name: codes, f"{name}_scale": scale.view(torch.float8_e4m3fn)}
+    refused(changed(folder, tmp_path / "nan", **odd), f"{name}_scale", "numbers of 0 or more, got nan")
+    scale[2, 1] = 0x7E
+    model = built(changed(folder, tmp_path / "zero", **odd | {f"{name}_scale": scale.view(torch.float8_e4m3fn)}))
+    assert not values(model, "layers.1.mlp", "down")[2, 16:32].any()
+
+
+def fused(folder: Path, out: Path) -> Path:
+    """A copy of a checkpoint with the tensors of all experts of a layer in one, as some files have them."""
+    shutil.copytree(folder, out)
+    held = load_file(out / "model.safetensors")
+    found: Tensors = {}
+    each: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
+    for name, tensor in held.items():
+        stem, dot, rest = name.partition(".experts.")
+        if not dot:
+            found[name] = tensor
+            continue
+        expert, matrix, leaf = rest.split(".")
+        suffix = {"weight": ""}.get(leaf, "_" + leaf.removeprefix("weight_"))
+        part = "gate_up_proj" if matrix != "down_proj" else "down_proj"
+        each.setdefault(f"{stem}.experts.{part}{suffix}", {}).setdefault(int(expert), {})[matrix] = tensor
+    for name, experts in each.items():
+        rows = []
+        for expert in range(len(experts)):
+            pieces = [experts[expert][m] for m in ("gate_proj", "up_proj", "down_proj") if m in experts[expert]]
+            if "input_scale" in name:
+                rows.append(pieces[0])
+            else:
+                rows.append(torch.cat(pieces) if pieces[0].dim() else torch.stack(pieces))
+        found[name] = torch.stack(rows)
+    save_file({n: t.contiguous() for n, t in found.items()}, out / "model.safetensors")
+    return out
+
+
+@pytest.mark.parametrize("scheme", WAYS)
+def test_experts_in_one_tensor_are_the_same_model(scheme: str, written: Any, tmp_path: Path) -> None:
+    folder = written["moe", scheme]
+    got, want = (parts(built(f, activations="checkpoint")) for f in (fused(folder, tmp_path / "one"), folder))
+    assert all(torch.equal(got[part].view(torch.uint8), want[part].view(torch.uint8)) for part in want)
 
 
 def square(tmp_path: Path, scale: torch.Tensor) -> Tensors:
@@ -258,13 +333,72 @@ def test_each_rank_holds_its_rows_and_their_scales(world: int, tmp_path: Path) -
 
 
 def test_projections_of_one_input_whose_fixed_scales_differ(written: Any, tmp_path: Path) -> None:
+    """Each has a product of its own; the policy may give all the largest; gate and up are one product always."""
     folder = written["dense", "fp8_tensor"]
-    scale = "model.layers.0.linear_attn.in_proj_z.input_scale"
-    refused(changed(folder, tmp_path / "less", **{scale: None}), f"tensors missing: {scale}")
-    other = changed(folder, tmp_path / "other", **{scale: torch.tensor(0.06)})
-    refused(other, scale.replace("_z", "_qkv"), scale, "the scale of the same input")
+    z, k, up = (
+        f"model.layers.{n}.input_scale" for n in ("0.linear_attn.in_proj_z", "3.self_attn.k_proj", "1.mlp.up_proj")
+    )
+    refused(changed(folder, tmp_path / "less", **{z: None}), f"tensors missing: {z}")
+    held = load_file(folder / "model.safetensors")
+    more = {name: held[name] * factor for name, factor in ((z, 1.5), (k, 0.5))}
+    other = changed(folder, tmp_path / "other", **more)
+    report = built(other).runtime.report()
+    assert "q,k,v fp8_tensor; z fp8_tensor; b,a as dtype" in report
+    assert "k fp8_tensor" in report
+    assert "input scales" not in report
+    agrees(other)
+    largest = built(other, input_scales="maximum")
+    notes = [note for note in largest.runtime.notes if note.startswith("input scales")]
+    assert [note.split(": ")[1] for note in notes] == ["layers.0.linear_attn.in_proj", "layers.3.self_attn.qkv_proj"]
+    assert all(note in largest.runtime.report() for note in notes)
+    got = parts(largest)
+    assert float(got["layers.0.linear_attn.in_proj.input_scale_qkvz"]) == float(more[z])
+    assert float(got["layers.3.self_attn.qkv_proj.input_scale"]) == float(more[k]) * 2
+    last = changed(folder, tmp_path / "last", **{up: held[up] * 2})
+    refused(last, up, "the scale of the same input", "HAL_INPUT_SCALES=maximum")
+    built(last, input_scales="maximum")
     stray = "model.layers.0.linear_attn.in_proj_a.input_scale"
     built(changed(folder, tmp_path / "stray", **{stray: torch.tensor(1.0)}))  # left out, with a note
+
+
+MIXED = {"mxfp4+fp8": ("quark",), "mxfp4+fp8_all": ("quark",), "nvfp4+fp8": ("modelopt", "compressed-tensors")}
+
+
+@pytest.mark.parametrize("scheme", MIXED)
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_mixes_of_schemes_compute_what_each_says(name: str, scheme: str, tmp_path: Path) -> None:
+    folder = quantized(f"tiny-{name}", tmp_path / "mixed", scheme, MIXED[scheme][0])
+    agrees(folder)
+    report = built(folder, activations="checkpoint").runtime.report()
+    mixers = {"mxfp4+fp8": "q,k,v,z fp8_channel; b,a as dtype", "mxfp4+fp8_all": "q,k,v,z,b,a fp8_channel",
+              "nvfp4+fp8": "q,k,v,z fp8_tensor; b,a as dtype"}  # fmt: skip
+    assert mixers[scheme] in report
+    assert f"{'gate_up' if name == 'dense' else 'routed'} {scheme[:5]}" in report
+    for dialect in MIXED[scheme][1:]:
+        other = quantized(f"tiny-{name}", tmp_path / dialect, scheme, dialect)
+        assert built(other, activations="checkpoint").runtime.report() == report
+
+
+def test_a_mix_in_modelopt_s_words_names_each_module(tmp_path: Path) -> None:
+    folder = quantized("tiny-dense", tmp_path / "mixed", "nvfp4+fp8", "modelopt")
+    found = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert found["quant_algo"] == "MIXED_PRECISION"
+    layers = found["quantized_layers"]
+    assert layers["model.layers.0.linear_attn.out_proj"] == {"quant_algo": "FP8"}
+    assert layers["model.layers.0.mlp.down_proj"] == {"quant_algo": "NVFP4", "group_size": 16}
+    assert not any("*" in name for name in layers)
+
+
+def test_a_head_in_its_own_scheme(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "linear_value_head_dim": 16, "linear_key_head_dim": 8, "intermediate_size": 64}
+    cfg = config(dtype="bfloat16", vocab_size=256, **sizes)
+    made = {n: value(n, t.shape, "bfloat16", 0.0, 0.125) for n, t in tensors(cfg).items()}
+    folder = quantized(save(tmp_path / "plain", cfg, made), tmp_path / "out", "nvfp4+fp8", "modelopt")
+    layers = json.loads((folder / "config.json").read_text())["quantization_config"]["quantized_layers"]
+    assert layers["lm_head"] == {"quant_algo": "NVFP4", "group_size": 16}
+    agrees(folder)
+    head = next(line for line in built(folder).runtime.report().splitlines() if line.startswith("head "))
+    assert "nvfp4" in head
 
 
 @pytest.mark.parametrize("scheme", FIXED)

@@ -144,11 +144,16 @@ class ComposedInProj(Composed, Kernel[InProj]):
         return per_tensor(groups)
 
     def parts(self, op: InProj) -> Mapping[str, Part]:
-        gemms = {
-            f"gemm{g.suffix}": gemm_part(op, g.rows, op.hidden, g.scheme, f"weight{g.suffix}")
-            for g in part_groups(op.parts)
-        }
-        return {"norm": norm_part(op, *gemms), **gemms}
+        return grouped(op)
+
+
+def grouped(op: InProj | NormLinear) -> dict[str, Part]:
+    """The norm in every format that is wanted, and a product for each group of parts."""
+    gemms = {
+        f"gemm{g.suffix}": gemm_part(op, g.rows, op.hidden, g.scheme, f"weight{g.suffix}")
+        for g in part_groups(op.parts)
+    }
+    return {"norm": norm_part(op, *gemms), **gemms}
 
 
 def per_tensor(groups: Sequence[PartGroup]) -> Reason | None:
@@ -170,6 +175,21 @@ class ComposedNormLinear(Composed, Kernel[NormLinear]):
 
     def parts(self, op: NormLinear) -> Mapping[str, Part]:
         return opened(op, op.width, op.parts[0].scheme, "weight")
+
+
+@kernel("composed.norm_linears", code=f"{CODE}:norm_linears")
+class ComposedNormLinears(Composed, Kernel[NormLinear]):
+    """AddRMSNorm in every format that is wanted, a Gemm for the parts of each scheme, their columns side by side."""
+
+    launches = 1
+
+    def refuses(self, op: NormLinear, device: Device) -> Reason | None:
+        if len(groups := part_groups(op.parts)) == 1:
+            return Reason("op", f"needs parts quantized in several ways; they are {groups[0]}")
+        return per_tensor(groups)
+
+    def parts(self, op: NormLinear) -> Mapping[str, Part]:
+        return grouped(op)
 
 
 @kernel("composed.norm_gate_up", code=f"{CODE}:norm_gate_up")

@@ -26,7 +26,8 @@ BF16 = Tensor("bfloat16")
 class Projection:
     """One part of an input projection: its local rows, the output it goes to, how it is quantized.
 
-    ``shard`` and ``copies`` as in ``Param``: rank r holds slice r // copies.
+    ``shard`` and ``copies`` as in ``Param``: rank r holds slice r // copies. ``inputs`` tells parts apart
+    whose schemes are equal and whose inputs have fixed scales of their own.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Projection:
     output: str
     scheme: Scheme | None = None
     copies: int = 1
+    inputs: int = 0
 
     def __str__(self) -> str:
         return f"{self.name}:{self.rows}" + (f":{self.scheme}" if self.scheme else "")
@@ -128,11 +130,11 @@ class PartGroup:
 
 
 def part_groups(parts: Sequence[Projection]) -> tuple[PartGroup, ...]:
-    """The parts by scheme, in the order of their first ones."""
-    schemes = list(dict.fromkeys(p.scheme for p in parts))
-    alike = [tuple(p for p in parts if p.scheme == scheme) for scheme in schemes]
-    names = ["_" + "".join(p.name for p in some) if len(schemes) > 1 else "" for some in alike]
-    return tuple(PartGroup(*each) for each in zip(names, alike, schemes, strict=True))
+    """The parts by scheme and fixed scale of their input, in the order of their first ones."""
+    keys = list(dict.fromkeys((p.scheme, p.inputs) for p in parts))
+    alike = [tuple(p for p in parts if (p.scheme, p.inputs) == key) for key in keys]
+    names = ["_" + "".join(p.name for p in some) if len(keys) > 1 else "" for some in alike]
+    return tuple(PartGroup(name, some, some[0].scheme) for name, some in zip(names, alike, strict=True))
 
 
 def _opening_params(op: InProj | NormLinear) -> tuple[Param, ...]:
@@ -330,7 +332,9 @@ class NormLinear(Op[["torch.Tensor", "torch.Tensor"], "tuple[torch.Tensor, torch
         quantized = [
             Case(name, replace(op, parts=_quantized(op.parts, scheme)), (5,)) for name, scheme in SCHEMES.items()
         ]
-        return [Case("one row", op, (1,)), Case("rows", op, (17,)), Case("no rows", op, (0,)), *quantized]
+        fixed = _quantized(op.parts, SCHEMES["fp8_tensor"])
+        several = Case("each its own", replace(op, parts=(fixed[0], op.parts[1], replace(fixed[2], inputs=1))), (5,))
+        return [Case("one row", op, (1,)), Case("rows", op, (17,)), Case("no rows", op, (0,)), *quantized, several]
 
 
 @dataclass(frozen=True, kw_only=True)

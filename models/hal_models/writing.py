@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hal.errors import CheckpointError
 from hal.formats import Quantized, Scheme
 from hal_models.calibration import calibrate
-from hal_models.dialects import read, written
+from hal_models.dialects import BY_MODULE, read, written
 from hal_models.encoding import encoded
 from hal_models.files import INDEX, Files
 from hal_models.quantization import Quantization, Rule, bare
@@ -46,12 +46,14 @@ def quantize(
     """
     fixed = [str(r.scheme) for r in rules if r.scheme and fixed_form(r.scheme)]
     if fixed and lines is None:
-        text = "fixes the scale of inputs, which needs lines of text to be run through the checkpoint (--calibrate FILE)"
+        text = (
+            "fixes the scale of inputs, which needs lines of text to be run through the checkpoint (--calibrate FILE)"
+        )
         raise CheckpointError(f"{folder}: {fixed[0]} {text}")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if config.get("quantization_config") or (folder / "hf_quant_config.json").exists():
         raise CheckpointError(f"{folder}: is quantized already; expected a checkpoint in bfloat16")
-    rule, plain, count = Quantization(dialect, tuple(rules)), list[str](), 0
+    rule, plain, chosen = Quantization(dialect, tuple(rules)), list[str](), list[Rule]()
     # a dialect that cannot say it fails before anything is written
     known = read(str(folder), written(dialect, rules, []))
     calibration = calibrate(folder, lines) if fixed and lines is not None else None
@@ -66,8 +68,8 @@ def quantize(
                     if PROJECTION.match(each) and tensor.dim() == 2:
                         plain.append(each.removesuffix(".weight"))
                     continue
-                count += 1
                 module, names = each.removesuffix(".weight"), known.named(scheme)
+                chosen.append(Rule(module, scheme))
                 codes, scale, within = encoded(tensor, scheme.weight)
                 output.add(f"{module}.{names.weight}", codes)
                 output.add(f"{module}.{names.scale}", scale)
@@ -76,17 +78,14 @@ def quantize(
                 if calibration and (form := fixed_form(scheme)):
                     found = calibration.scale(bare(module), form)
                     output.add(f"{module}.{names.input_scale}", (1 / found).reshape(1) if names.divides else found)
-    config["quantization_config"] = written(dialect, rules, plain)
+    mixed = len({r.scheme for r in chosen}) > 1 and dialect in BY_MODULE
+    config["quantization_config"] = written(dialect, chosen if mixed else rules, plain)
     (out / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     for path in folder.iterdir():
-        if (
-            path.is_file()
-            and path.suffix in BESIDE
-            and path.name not in ("config.json", INDEX)
-        ):
+        if path.is_file() and path.suffix in BESIDE and path.name not in ("config.json", INDEX):
             shutil.copy(path, out / path.name)
     filled = {"filled": len(calibration.filled)} if calibration else {}
-    return {"quantized": count, "plain": len(plain), **filled}
+    return {"quantized": len(chosen), "plain": len(plain), **filled}
 
 
 def fixed_form(scheme: Scheme) -> Quantized | None:

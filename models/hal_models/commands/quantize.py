@@ -10,7 +10,7 @@ from pathlib import Path
 from hal.errors import CheckpointError
 from hal_models.commands.loading import Bar, checkpoint
 
-DIALECT = {"fp8_tensor": "modelopt", "fp8_block": "fp8", "nvfp4": "modelopt"}  # of others quark
+DIALECT = {"fp8_tensor": "modelopt", "fp8_block": "fp8", "nvfp4": "modelopt", "nvfp4+fp8": "modelopt"}  # else quark
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hal.errors import CheckpointError
 from hal.formats import SCHEMES, Scheme
-from hal_models.dialects.shared import EVERYTHING, Config, listed, shown
+from hal_models.dialects.shared import EVERYTHING, Config, kv_cache, listed, shown
 from hal_models.quantization import Quantization, Rule
 
 MODELOPT = {"FP8": "fp8_tensor", "FP8_PER_CHANNEL_PER_TOKEN": "fp8_channel", "NVFP4": "nvfp4"}
@@ -17,7 +17,8 @@ GROUP = {"NVFP4": 16}
 def read(name: str, config: Config) -> Quantization:
     inner = config.get("quantization") or config
     excluded = tuple(map(Rule, listed(name, inner, "exclude_modules", "ignore")))
-    algorithm, kv = inner.get("quant_algo"), inner.get("kv_cache_quant_algo") or ""
+    algorithm = inner.get("quant_algo")
+    kv = inner.get("kv_cache_quant_algo") or kv_cache(inner.get("kv_cache_scheme"))
     if algorithm == "MIXED_PRECISION":
         layers = inner.get("quantized_layers") or {}
         found = (Rule(layer, _modelopt_scheme(f"{name}: {layer}", entry)) for layer, entry in layers.items())

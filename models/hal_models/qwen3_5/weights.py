@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 DRAFTS = ("", "model.", "language_model.", "model.language_model.")
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+KV_SCALES = "scales of keys and values in FP8, which are kept in the dtype"
 SKIPPED = {
     "the draft head": r"(model\.|language_model\.|model\.language_model\.)?mtp\.",
     "the vision tower": r"(model\.)?visual\.",
     "rotary frequencies, which are computed": r".*rotary_emb\.inv_freq$",
     "scales of an input that is not quantized here": r".*\.input_(global_)?scale$",
-    "scales of keys and values in FP8, which are kept in the dtype": r".*\.([kv]_scale|[kv]_proj\.output_scale)$",
+    KV_SCALES: r".*\.([kv]_scale|[kv]_proj\.output_scale)$",
 }
 Progress = Callable[[int, int, str], None]
 
@@ -91,12 +92,16 @@ def load(model: Qwen35, folder: Path, progress: Progress | None = None) -> Loade
                     if names
                 )
             )  # fmt: skip
+        if names := skipped.get(KV_SCALES):
+            values = [float(_numbers(files, name).max()) for name in names]
+            shown = f"{len(names)} of keys and values, {min(values):g} to {max(values):g}, are not used"
+            model.runtime.notes[f"scales: {shown}: pages hold {model.cfg.dtype}"] = None
         fixed: dict[tuple[Any, ...], tuple[str, list[float]]] = {}
         for count, name in enumerate(used):
             if progress:
                 progress(count, len(used), name)
             _put(model, files, name, wanted[name])
-            _agree(fixed, name, wanted[name], folder)
+            _agree(model, fixed, name, wanted[name], folder)
         if progress:
             progress(len(used), len(used), "")
     model.runtime.seal()
@@ -244,18 +249,32 @@ def _experts(mlp: Group, experts: int, fused: bool) -> Names:
         yield f"experts.{e}.down_proj.weight", Target(mlp, ("experts_down",), e)
 
 
-def _agree(fixed: dict[tuple[Any, ...], tuple[str, list[float]]], name: str, target: Target, folder: Path) -> None:
-    """Raise CheckpointError where two tensors fix the scale of one input differently."""
+def _agree(
+    model: Qwen35, fixed: dict[tuple[Any, ...], tuple[str, list[float]]], name: str, target: Target, folder: Path
+) -> None:
+    """Raise CheckpointError where two tensors fix the scale of one input differently, or take the larger one."""
+    import torch
+
     part = target.parts[0]
     if not part.startswith("input_scale"):
         return
     held: torch.Tensor = target.group.storages[part].read()  # type: ignore[assignment]
     values = held.tolist() if target.at is None else [float(held[target.at])]
-    other, before = fixed.setdefault((target.group.name, part, target.at), (name, values))
-    for value, wanted in zip(values, before, strict=True):
-        if value != wanted:
-            text = f"expected {wanted:g}, the scale of the same input as {other}, got {value:g}"
-            raise CheckpointError(f"{folder}: {name}: {text}")
+    key = (target.group.name, part, target.at)
+    other, before = fixed.setdefault(key, (name, values))
+    if values == before:
+        return
+    if model.runtime.policy.input_scales != "maximum":
+        first = next(pair for pair in zip(values, before, strict=True) if pair[0] != pair[1])
+        text = f"expected {first[1]:g}, the scale of the same input as {other}, got {first[0]:g}"
+        raise CheckpointError(f"{folder}: {name}: {text}; HAL_INPUT_SCALES=maximum takes the largest")
+    largest = [max(pair) for pair in zip(values, before, strict=True)]
+    fixed[key] = (other, largest)
+    at = () if target.at is None else (target.at,)
+    whole = torch.tensor(largest, device=held.device)
+    target.group.storages[part].put(part, whole if target.at is None else whole[0], at)
+    text = f"input scales: {target.group.name}: {part} is the largest of several (HAL_INPUT_SCALES=maximum)"
+    model.runtime.notes[text] = None
 
 
 def _same(files: Files, name: str, other: str, folder: Path) -> None:
@@ -303,15 +322,7 @@ def _scales(files: Files, name: str, expected: tuple[int, ...], target: Target) 
     Files write those of rows as ``[n]``, ``[n, 1]``, or one for all as ``[1]`` or ``[]``, of experts one for
     each, or for each of the matrices beside each other; those of blocks are repeated for the smaller blocks of a share.
     """
-    import torch
-
-    shape, found = files.shape(name), files.read(name)
-    if found.dtype == torch.float8_e8m0fnu:  # the same bytes under another name
-        found = found.view(torch.uint8)
-    odd = found == 255 if found.dtype == torch.uint8 else ~(torch.isfinite(found.float()) & (found.float() >= 0))
-    if odd.any():
-        first = found[odd].flatten()[0].float().item()
-        raise CheckpointError(f"{files.folder}: {name}: expected scales that are numbers of 0 or more, got {first:g}")
+    shape, found = files.shape(name), _numbers(files, name)
     if target.divides:
         if (found == 0).any():
             raise CheckpointError(f"{files.folder}: {name}: expected scales to divide by, got 0")
@@ -329,6 +340,20 @@ def _scales(files: Files, name: str, expected: tuple[int, ...], target: Target) 
     if shape not in (expected, (*expected, 1)):
         raise CheckpointError(f"{files.folder}: {name}: expected {list(expected)}, got {list(shape)}")
     return found.reshape(expected)
+
+
+def _numbers(files: Files, name: str) -> torch.Tensor:
+    """Scales as they are written. Errors: CheckpointError for one that is no number of 0 or more."""
+    import torch
+
+    found = files.read(name)
+    if found.dtype == torch.float8_e8m0fnu:  # the same bytes under another name
+        found = found.view(torch.uint8)
+    odd = found == 255 if found.dtype == torch.uint8 else ~(torch.isfinite(found.float()) & (found.float() >= 0))
+    if odd.any():
+        first = found[odd].flatten()[0].float().item()
+        raise CheckpointError(f"{files.folder}: {name}: expected scales that are numbers of 0 or more, got {first:g}")
+    return found
 
 
 def _whole(param: Param, target: Target, world: int) -> tuple[int, ...]:

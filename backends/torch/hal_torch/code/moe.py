@@ -110,15 +110,14 @@ class _Rounded:
             held if held is None or expert is None else held[expert]
             for held in (self.weights[half], self.scales[half], self.wholes[half], self.inputs[half])
         )
-        if self.form is None or scale is None:
-            wide_weight = weight.float()
-        else:
+        wide_weight: Tensor = weight
+        if self.form is not None and scale is not None:
             wide_weight = real(weight, scale, self.form, torch.float32, whole)
         wide, form = x.float(), self.scheme.activations if self.scheme else None
         if form is not None:
             wide = decode(encode(wide, form, None if fixed is None else fixed.reshape(1)), form, torch.float32)
-        return linear(wide, wide_weight)
+        return linear(wide, wide_weight.float())
 
 
-def _held(site: Site, memory: str) -> Tensor | None:
+def _held(site: Site, memory: str) -> Any:
     return site.weight(memory, Packed()) if memory in site.storages else None
