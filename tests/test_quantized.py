@@ -14,16 +14,20 @@ from checkpoints import Pretend, Tensors, config, parts, save, tensors
 from dequantized import Emulated
 from facts import runtime, value
 from hal_models.commands.loading import SHIPPED
-from hal_models.engine import score
+from hal_models.engine import Engine, Request, score
+from hal_models.quantization import Rule
 from hal_models.qwen3_5.config import configure
 from hal_models.qwen3_5.model import Qwen35
 from hal_models.qwen3_5.weights import load
 from hal_models.tasks import lines
+from hal_models.writing import quantize
 from safetensors.torch import load_file, save_file
 
 from hal.cli import main
 from hal.errors import CheckpointError
-from hal.ops.formulas import real
+from hal.formats import SCHEMES, Encoded, Quantized
+from hal.ops import Linear
+from hal.ops.formulas import encode, real
 
 WAYS = {
     "fp8_channel": ("quark", "compressed-tensors", "modelopt"),
@@ -399,6 +403,96 @@ def test_a_head_in_its_own_scheme(tmp_path: Path) -> None:
     agrees(folder)
     head = next(line for line in built(folder).runtime.report().splitlines() if line.startswith("head "))
     assert "nvfp4" in head
+
+
+def ruled(name: str, out: Path, dialect: str, *rules: Rule) -> Path:
+    """A shipped checkpoint quantized by rules of one's own."""
+    out.mkdir()
+    quantize(SHIPPED / name, out, rules, dialect, lines=[prompt + answer for _, prompt, answer in lines(3, 8)])
+    return out
+
+
+def test_a_layer_is_fused_by_its_own_scheme_and_no_other_s(tmp_path: Path) -> None:
+    """One layer as it is, one with q,k,v,z in nvfp4 beside plain b and a, one in fp8 whole, one with nvfp4 experts."""
+    nvfp4, fp8 = SCHEMES["nvfp4"], SCHEMES["fp8_channel"]
+    modules = ["layers.1.linear_attn.in_proj_qkv", "layers.1.linear_attn.in_proj_z"]
+    rules = [Rule("layers.1.linear_attn.out_proj"), *(Rule(m, nvfp4) for m in modules)]
+    rules += [Rule("layers.2", fp8), Rule("layers.3.mlp", nvfp4)]
+    folder = ruled("dense", tmp_path / "mixed", "modelopt", *rules)
+    found = {group.name: group for group in built(folder, activations="checkpoint").runtime.groups}
+
+    def kernels(site: str) -> tuple[str, set[str]]:
+        (choice,) = found[site].choices.values()
+        made = {str(form) for _, c in choice.walk() for form in outs(c.op) if isinstance(form, Quantized)}
+        return choice.op.quantized(), made
+
+    def outs(op: Any) -> tuple[Any, ...]:
+        out = getattr(op, "out", None)
+        return out if isinstance(out, tuple) else (out,)
+
+    assert kernels("layers.0.linear_attn.in_proj") == ("", set())
+    assert kernels("layers.1.linear_attn.in_proj") == ("q,k,v,z nvfp4; b,a as dtype", {str(nvfp4.activations)})
+    assert kernels("layers.2.linear_attn.in_proj") == ("q,k,v,z,b,a fp8_channel", {str(fp8.activations)})
+    assert kernels("layers.0.mlp") == ("", set())
+    assert kernels("layers.2.mlp")[1] == {str(fp8.activations)}
+    assert kernels("layers.3.mlp")[1] == {str(nvfp4.activations)}
+    agrees(folder)
+
+
+def test_a_draft_head_has_a_scheme_of_its_own(tmp_path: Path) -> None:
+    rules = Rule("mtp.fc"), Rule("mtp", SCHEMES["fp8_block"]), Rule("layers.*.mlp", SCHEMES["nvfp4"])
+    folder = ruled("dense", tmp_path / "mixed", "compressed-tensors", *rules)
+
+    def tokens(draft: int) -> tuple[list[list[int]], Qwen35]:
+        model = Qwen35(configure(str(folder)).typed("float32"), runtime(), draft)
+        load(model, folder)
+        engine = Engine(model, slots=2, pages=16)
+        stops = frozenset({10})
+        return engine.generate([Request(prompt.encode(), 12, stops=stops) for _, prompt, _ in lines(7, 2)]), model
+
+    (plain, _), (drafted, model) = tokens(0), tokens(2)
+    assert drafted == plain
+    report = model.runtime.report()
+    assert "gate_up fp8_block" in next(line for line in report.splitlines() if line.startswith("mtp.layers.0.mlp"))
+    gone = "mtp.layers.0.mlp.up_proj.weight_scale"
+    other = changed(folder, tmp_path / "gone", **{gone: None})
+    with pytest.raises(CheckpointError, match=f"tensors missing: {gone}"):
+        load(Qwen35(configure(str(other)), runtime(), 2), other)
+    built(other)  # without drafts it is left out, with a note
+
+
+def test_experts_of_a_rank_keep_their_scales(written: Any) -> None:
+    folder, world = written["moe", "nvfp4"], 2
+    whole = parts(built(folder))
+    for rank in range(world):
+        mine = parts(built(folder, rank=rank, world=world))
+        for kind in ("", "_scale", "_global"):
+            name = f"layers.0.mlp.experts_gate_up{kind}"
+            halves = [half.chunk(world, 1)[rank] for half in whole[name].chunk(2, 1)]  # gate above up
+            assert torch.equal(mine[name].view(torch.uint8), torch.cat(halves, 1).view(torch.uint8))
+        codes, scale, within = (f"layers.0.mlp.experts_down{kind}" for kind in ("", "_scale", "_global"))
+        assert torch.equal(mine[codes], whole[codes].chunk(world, 2)[rank])
+        assert torch.equal(mine[within], whole[within])
+        each = mine[codes].shape[2] * 2 // mine[scale].shape[2]  # columns of a block of the share
+        want = whole[scale].view(torch.uint8).repeat_interleave(16 // each, 2).chunk(world, 2)[rank]
+        assert torch.equal(mine[scale].view(torch.uint8), want)
+
+
+def test_codes_and_scales_as_slices_of_one_buffer() -> None:
+    op = Linear(columns=64, rows=32, x=SCHEMES["nvfp4"].activations, scheme=SCHEMES["nvfp4"])  # type: ignore[arg-type]
+    whole = torch.randint(1, 120, (32, 32 + 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    x = encode(value("x", (5, 64), "float32"), op.x, torch.tensor([0.01]))  # type: ignore[arg-type]
+    beside = torch.cat([x.value, x.scale.view(torch.uint8)], 1)
+    codes, scale = beside[:, :32], beside[:, 32:].view(torch.float8_e4m3fn)
+    found = []
+    for dense in (False, True):
+        rt = runtime()
+        bound = rt.bind(op, "out")
+        given = {"weight": whole[:, :32], "weight_scale": whole[:, 32:].view(torch.float8_e4m3fn)}
+        given = {name: t.clone() if dense else t for name, t in given.items()}
+        rt.group_of(bound).fill(given | {"weight_global": torch.tensor([0.01]), "input_scale": torch.tensor([0.01])})
+        found.append(bound(x if dense else Encoded(codes, scale, x.within)))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("scheme", FIXED)

@@ -57,7 +57,7 @@ class Rule:
 
 
 # what no recipe quantizes unless it is named: ends, routers, b and a, the draft head, the vision tower
-PLAIN = ("lm_head", "mlp.gate", "shared_expert_gate", "in_proj_b", "in_proj_a", "mtp", "visual")
+PLAIN = ("lm_head", "mlp.gate", "shared_expert_gate", "in_proj_b", "in_proj_a", "mtp.fc", "mtp", "visual")
 
 
 class Mix(NamedTuple):
