@@ -63,24 +63,44 @@ class Scale:
     """What one scale covers, and whether the checkpoint fixes it (static) or the values do.
 
     ``channel`` is a row of a weight, ``token`` a row of x. ``block``: rows and columns of one.
-    ``within``: the dtype of a second scale, one for all, that multiplies the first.
+    ``within``: what a second scale covers, float32, that multiplies the first (a global scale); the
+    checkpoint fixes it always.
     """
 
     per: Literal["tensor", "token", "channel", "block"]
     static: bool = False
     block: tuple[int, int] | None = None
     dtype: str = "float32"
-    within: str = ""
+    within: Literal["", "tensor", "channel"] = ""
 
     def __str__(self) -> str:
         size = f" {self.block[0]}x{self.block[1]}" if self.block else ""
-        whole = f" within one {self.within}" if self.within else ""
+        whole = f" within static float32 per {self.within}" if self.within else ""
         return f"{'static' if self.static else 'dynamic'} {self.dtype} per {self.per}{size}{whole}"
 
     @property
     def stored(self) -> str:
         """The dtype of the memory that holds scales; powers of two are bytes."""
         return "uint8" if self.dtype == "float8_e8m0fnu" else self.dtype
+
+    @property
+    def fixed(self) -> bool:
+        """Whether a number of the checkpoint is part of it."""
+        return self.static or bool(self.within)
+
+    @property
+    def for_all(self) -> bool:
+        """Whether one number is for the whole matrix, so that two matrices have two."""
+        return "tensor" in (self.per, self.within)
+
+    def by_rows(self) -> Scale:
+        """The same with a number for each row of a weight where there was one for all."""
+        per = "channel" if self.per == "tensor" else self.per
+        return replace(self, per=per, within="channel" if self.within else "")
+
+    def shape_within(self, rows: int) -> tuple[int, ...]:
+        """Global scales of a matrix: ``[1]``, or ``[rows]`` of a weight."""
+        return (rows,) if self.within == "channel" else (1,)
 
     def shape(self, rows: int, columns: int) -> tuple[int, ...]:
         """Scales of a matrix: ``[1]``, ``[rows]`` of a weight, ``[rows, 1]`` of x, or one for each block."""
@@ -130,10 +150,11 @@ Made = Format | tuple[Format, ...]  # what a producer gives its value in: one fo
 
 
 class Encoded(NamedTuple):
-    """What runs on an edge whose format is Quantized."""
+    """What runs on an edge whose format is Quantized; ``within``: the global scale ``[1]``, where it has one."""
 
     value: Any
     scale: Any
+    within: Any = None
 
 
 @dataclass(frozen=True)
@@ -144,7 +165,9 @@ class Scheme:
     activations: Quantized | None = None
 
     def __str__(self) -> str:
-        name = next((name for name, known in SCHEMES.items() if self._alike(known)), "")
+        alike = [name for name, known in SCHEMES.items() if self._alike(known)]
+        # by its weight, of two of one weight by its activations
+        name = min(alike, key=lambda name: SCHEMES[name].activations != self.activations, default="")
         if not name:
             return f"{self.weight} (activations {self.activations or 'as they are'})"
         block, whole = self.weight.scale.block, SCHEMES[name].weight.scale.block
@@ -154,17 +177,15 @@ class Scheme:
         return text if as_known else f"{text} (activations {self.activations or 'as they are'})"
 
     def _alike(self, known: Scheme) -> bool:
-        """Whether weights are quantized as in a known scheme, whatever the size of their blocks."""
+        """Whether weights are quantized as in a known scheme, whatever size their blocks have and rows share."""
         mine, theirs = self.weight.scale, known.weight.scale
         if mine.block and theirs.block:
             theirs = replace(theirs, block=mine.block)
-        return self.weight == replace(known.weight, scale=theirs)
+        return self.weight in (replace(known.weight, scale=scale) for scale in (theirs, theirs.by_rows()))
 
     def by_rows(self) -> Scheme:
         """The same with a scale for each row of the weight where there was one: rows of several parts then pack."""
-        if self.weight.scale.per != "tensor":
-            return self
-        return replace(self, weight=replace(self.weight, scale=replace(self.weight.scale, per="channel")))
+        return replace(self, weight=replace(self.weight, scale=self.weight.scale.by_rows()))
 
     def within(self, *rows: int, columns: int) -> Scheme:
         """The same with blocks that divide these rows and columns: no part and no rank holds a piece of one."""
@@ -180,12 +201,14 @@ STATIC_FP8 = Quantized(FP8, Scale("tensor", static=True))
 TOKEN_FP8 = Quantized(FP8, Scale("token"))
 BLOCK_FP8 = Quantized(FP8, Scale("block", block=(1, 128)))
 MXFP4 = Quantized("float4_e2m1", Scale("block", block=(1, 32), dtype="float8_e8m0fnu"))
+NVFP4 = Quantized("float4_e2m1", Scale("block", block=(1, 16), dtype=FP8, within="tensor"))
 
 SCHEMES: dict[str, Scheme] = {
     "fp8_channel": Scheme(Quantized(FP8, Scale("channel", static=True)), TOKEN_FP8),
     "fp8_tensor": Scheme(Quantized(FP8, Scale("tensor", static=True)), STATIC_FP8),
     "fp8_block": Scheme(Quantized(FP8, Scale("block", static=True, block=(128, 128))), BLOCK_FP8),
     "mxfp4": Scheme(replace(MXFP4, scale=replace(MXFP4.scale, static=True)), MXFP4),
+    "nvfp4": Scheme(replace(NVFP4, scale=replace(NVFP4.scale, static=True)), NVFP4),
 }
 
 # what a producer may be asked for
@@ -194,6 +217,7 @@ EDGES: dict[str, Quantized] = {
     "fp8 per token": TOKEN_FP8,
     "fp8 per 1x128": BLOCK_FP8,
     "mxfp4": MXFP4,
+    "nvfp4": NVFP4,
 }
 
 

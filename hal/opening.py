@@ -20,7 +20,8 @@ def gemm_part(op: Any, rows: int, columns: int, scheme: Scheme | None, memory: s
     """A product in the op's dtype; ``memory`` holds its weight, others beside it the scales."""
     form = Tensor(op.dtype)
     gemm = Gemm(columns=columns, rows=rows, x=form, scheme=scheme, dtype=op.dtype)
-    names = {"weight": memory, "weight_scale": f"{memory}_scale", "input_scale": input_scale(memory)}
+    names = {"weight": memory, "input_scale": input_scale(memory)}
+    names |= {f"weight_{scale}": f"{memory}_{scale}" for scale in ("scale", "global")}
     return Part(gemm, names)
 
 

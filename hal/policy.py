@@ -8,6 +8,10 @@ From the environment and from one TOML file that ``HAL_POLICY`` names (the envir
     HAL_NUMERICS=exact|reassociated|lossy                              the loosest allowed
     HAL_STRICT=1                                                       a fallback is an error
     HAL_CHECK=1                                                        every call checks its arguments
+    HAL_ACTIVATIONS=device|checkpoint                                  round inputs of 4-bit weights: where the
+                                                                       device multiplies 4 bits, or everywhere
+    HAL_INPUT_SCALES=own|maximum                                       projections of one input whose fixed scales
+                                                                       differ: a product each, or the largest
 """
 
 from __future__ import annotations
@@ -35,7 +39,11 @@ VARIABLES = {
     "HAL_NUMERICS": "the loosest numerics allowed: exact, reassociated, lossy",
     "HAL_STRICT": "1: a fallback is an error",
     "HAL_CHECK": "1: every call checks its arguments",
+    "HAL_ACTIVATIONS": "inputs of 4-bit weights rounded as the checkpoint says: device (where it multiplies 4 bits), "
+    "checkpoint (everywhere)",
+    "HAL_INPUT_SCALES": "fixed scales of one input that differ: own (a product for each), maximum (the largest)",
 }
+WORDS = {"activations": ("device", "checkpoint"), "input_scales": ("own", "maximum")}
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,7 @@ class Rules:
     prefer: tuple[tuple[str, str], ...] = ()
     deny: frozenset[tuple[str, str]] = frozenset()
     numerics: Class = Class.REASSOCIATED
+    activations: str = "device"
 
     @staticmethod
     def _find(pairs: Iterable[tuple[str, str]], op: str) -> list[str]:
@@ -112,6 +121,8 @@ class Policy:
     numerics: Class = Class.REASSOCIATED
     strict: bool = False
     check: bool = False
+    activations: str = "device"
+    input_scales: str = "own"
     source: str = field(default="default", compare=False)
 
     @classmethod
@@ -124,9 +135,14 @@ class Policy:
         numerics: str = "reassociated",
         strict: bool = False,
         check: bool = False,
+        activations: str = "device",
+        input_scales: str = "own",
         source: str = "given",
     ) -> Policy:
         """A policy from rules as text, as they stand in ``HAL_*``."""
+        for name, word in (("activations", activations), ("input_scales", input_scales)):
+            if word not in WORDS[name]:
+                raise UnknownName(name, word, WORDS[name])
         classes = {c.name.lower(): c for c in Class}
         if numerics.lower() not in classes:
             raise UnknownName("numerics", numerics, classes)
@@ -141,6 +157,8 @@ class Policy:
             classes[numerics.lower()],
             strict,
             check,
+            activations,
+            input_scales,
             source,
         )
 
@@ -157,8 +175,9 @@ class Policy:
         for key in ("force", "prefer", "deny"):
             if text := environ.get(f"HAL_{key.upper()}"):
                 settings[key] = [piece for piece in text.split(",") if piece.strip()]
-        if text := environ.get("HAL_NUMERICS"):
-            settings["numerics"] = text
+        for key in ("numerics", *WORDS):
+            if text := environ.get(f"HAL_{key.upper()}"):
+                settings[key] = text
         for key in ("strict", "check"):
             if text := environ.get(f"HAL_{key.upper()}"):
                 settings[key] = _flag(f"HAL_{key.upper()}", text)
@@ -171,7 +190,8 @@ class Policy:
             bound = [r for r in rules if r.at(site)]
             return tuple((r.op, r.kernel) for r in sorted(bound, key=Rule.width))
 
-        return Rules(pairs(self.force), pairs(self.prefer), frozenset(pairs(self.deny)), self.numerics)
+        deny = frozenset(pairs(self.deny))
+        return Rules(pairs(self.force), pairs(self.prefer), deny, self.numerics, self.activations)
 
     def validate(self, registry: Registry) -> None:
         """Raise UnknownName for a kernel that is registered for no op that its rule names."""
@@ -190,6 +210,7 @@ def _flag(name: str, text: str) -> bool:
 
 def _read(path: Path) -> dict[str, Any]:
     kinds = {"force": list, "prefer": list, "deny": list, "numerics": str, "strict": bool, "check": bool}
+    kinds |= dict.fromkeys(WORDS, str)
     try:
         settings = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:

@@ -90,7 +90,7 @@ def device_line(runtime: Runtime) -> str:
 def report(runtime: Runtime) -> str:
     """All choices as text."""
     rows = [HEADS]
-    notes = []
+    notes = list(runtime.notes)
     for line in lines(runtime):
         rows.append(line.cells())
         notes += [f"converts: {line.name}: {kernel}, {size(each)} a row" for kernel, each in line.moves()]

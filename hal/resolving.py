@@ -16,7 +16,7 @@ from hal.backend import said
 from hal.choice import Candidate, Choice, Piece, rows_text
 from hal.device import Device
 from hal.errors import HalError, PolicyError, UnresolvedError
-from hal.formats import Format, Made, Quantized
+from hal.formats import Format, Made, Quantized, Scheme
 from hal.judged import AnyOp, Judged, Key, candidate, cover, runs
 from hal.kernel import ALL_ROWS, TIERS, Kernel, Part
 from hal.layout import Layout, default_layout
@@ -137,7 +137,8 @@ class Resolver:
         formats: dict[Format, None] = {}
         for kernel in self._by_tier(op):
             formats |= dict.fromkeys(kernel.takes(op))
-        for form in formats:
+        wanted = _rounded(op, ask)
+        for form in (form for form in formats if wanted in (None, form)):
             yield (replace(op, x=form),)  # type: ignore[call-arg]
 
     def _by_tier(self, op: AnyOp) -> list[Kernel[Any]]:
@@ -246,7 +247,11 @@ class Resolver:
         key = (kernel.name, op, ask.fed)
         if key not in self._refusals:
             self._refusals[key] = self._own_refusal(kernel, op, ask.fed)
-        return self._refusals[key]
+        if reason := self._refusals[key]:
+            return reason
+        if (wanted := _rounded(op, ask)) and wanted not in kernel.takes(op):
+            return Reason("policy", f"takes {_shown(kernel.takes(op))}; the policy wants the checkpoint's {wanted}")
+        return None
 
     def _own_refusal(self, kernel: Kernel[Any], op: AnyOp, fed: bool) -> Reason | None:
         for need in kernel.needs:
@@ -396,11 +401,20 @@ class _Missing(Exception):  # noqa: N818 - a signal, not an error
         self.reason = reason
 
 
+def _rounded(op: AnyOp, ask: _Ask) -> Format | None:
+    """What a fed input must be rounded to, where the policy wants it as the checkpoint says."""
+    scheme: Scheme | None = getattr(op, "scheme", None)
+    return scheme.activations if ask.fed and ask.rules.activations == "checkpoint" and scheme else None
+
+
 def _edge(side: str, able: Sequence[Made], form: Made | None) -> Reason:
+    return Reason("edge", f"{'takes' if side == 'x' else 'makes'} {_shown(able)}; the edge is {_made(form)}")
+
+
+def _shown(able: Sequence[Made]) -> str:
     shown = " or ".join(map(_made, able[:MADE_SHOWN])) or "nothing"
-    if (more := len(able) - MADE_SHOWN) > 0:
-        shown += f" or {more} more"
-    return Reason("edge", f"{'takes' if side == 'x' else 'makes'} {shown}; the edge is {_made(form)}")
+    more = len(able) - MADE_SHOWN
+    return f"{shown} or {more} more" if more > 0 else shown
 
 
 def _made(form: Made | None) -> str:
@@ -414,7 +428,7 @@ def _fed(parts: Mapping[str, Part]) -> set[str]:
 
 def agreed(forms: Sequence[Format]) -> Made:
     """What a producer makes for consumers: one format for all, or one for each. Static scales are each one's own."""
-    own = any(isinstance(form, Quantized) and form.scale.static for form in forms)
+    own = any(isinstance(form, Quantized) and form.scale.fixed for form in forms)
     return forms[0] if len(forms) == 1 or (len(set(forms)) == 1 and not own) else tuple(forms)
 
 

@@ -13,11 +13,13 @@ from hal.binding import Bound, Group, alike, by_rows, checked, finish, not_loade
 from hal.choice import Choice, Piece
 from hal.comm import Comm, agree
 from hal.errors import BindError, HalError, PolicyError
+from hal.formats import Scheme, dtype
 from hal.kernel import Site
 from hal.layout import ParamLayout, State
 from hal.ops.base import Op
 from hal.policy import Policy
 from hal.registry import Registry
+from hal.requirement import feature
 from hal.resolving import Resolver
 
 if TYPE_CHECKING:
@@ -62,6 +64,7 @@ class Runtime:
         self.comm = comm
         self.world = comm.world if comm else world
         self.groups: list[Group] = []
+        self.notes: dict[str, None] = {}  # what a report says beside the choices
         self._plans: dict[str, dict[object, Callable[[Any], object]]] = {}
         self._by_bound: dict[int, Group] = {}
 
@@ -77,6 +80,23 @@ class Runtime:
     @property
     def rank(self) -> int:
         return self.comm.rank if self.comm else 0
+
+    def served(self, scheme: Scheme | None) -> Scheme | None:
+        """A checkpoint's scheme as this device has it; the report says what differs.
+
+        Inputs in 4 bits stay as they are where the device does not multiply 4 bits, for rounding them would
+        gain nothing, unless the policy wants them as the checkpoint says.
+        """
+        form = scheme.activations if scheme else None
+        if scheme is None or form is None or dtype(form.value).bits > 4 or self.policy.activations == "checkpoint":
+            return scheme
+        if (reason := feature("fp4_e2m1")(self.device)) is None:
+            return scheme
+        why = f"rounding them to {form.value} {reason}"
+        self.notes[f"activations: {scheme} takes them as they are: {why}; HAL_ACTIVATIONS=checkpoint rounds them"] = (
+            None
+        )
+        return replace(scheme, activations=None)
 
     def bind(
         self,

@@ -23,9 +23,13 @@ Tensor = torch.Tensor
 
 
 class Emulated:
-    """``logits(ids)`` of one sequence from its start, ``[tokens, vocab]`` in float64."""
+    """``logits(ids)`` of one sequence from its start, ``[tokens, vocab]`` in float64.
 
-    def __init__(self, folder: Path) -> None:
+    ``plain_inputs``: those that the file has in 4 bits stay as they are.
+    """
+
+    def __init__(self, folder: Path, plain_inputs: bool = False) -> None:
+        self.plain_inputs = plain_inputs
         self.cfg: Config = configure(str(folder))
         self.known: dict[str, Tensor] = {}
         self.files = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
@@ -45,16 +49,29 @@ class Emulated:
     def plain(self, name: str) -> Tensor:
         return self.files[name if name in self.files else f"model.{name}"].double()
 
+    def file(self, module: str) -> str:
+        return module if any(f"{module}.weight{end}" in self.files for end in ("", "_packed")) else f"model.{module}"
+
+    def whole(self, file: str, times: str, over: str) -> float:
+        """A global scale: ModelOpt's multiplies, the other divides."""
+        if f"{file}.{times}" in self.files:
+            return float(self.files[f"{file}.{times}"])
+        return 1 / float(self.files[f"{file}.{over}"])
+
     def real(self, module: str) -> Tensor:
         """The weight's real values, by what the file holds beside it."""
         if module not in self.known:
-            file = module if f"{module}.weight" in self.files else f"model.{module}"
-            weight = self.files[f"{file}.weight"]
+            file = self.file(module)
+            weight = self.files[f"{file}.weight{'' if f'{file}.weight' in self.files else '_packed'}"]
             scale, block = (self.files.get(f"{file}.weight_scale{end}") for end in ("", "_inv"))
-            if weight.dtype == torch.uint8:  # two e2m1 in a byte, a power of two for 32 of them
+            if weight.dtype == torch.uint8:  # two e2m1 in a byte
                 assert scale is not None
                 wide = torch.stack([e2m1(weight & 15), e2m1(weight >> 4)], -1).flatten(1)
-                self.known[module] = wide * powers(scale).repeat_interleave(32, 1)
+                if scale.dtype == torch.uint8:  # a power of two for 32 of them
+                    self.known[module] = wide * powers(scale).repeat_interleave(32, 1)
+                else:  # an e4m3 for 16 of them, and one number for all
+                    whole = self.whole(file, "weight_scale_2", "weight_global_scale")
+                    self.known[module] = wide * scale.double().repeat_interleave(16, 1) * whole
             elif block is not None:
                 wide = block.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
                 self.known[module] = weight.double() * wide[: weight.shape[0], : weight.shape[1]]
@@ -70,10 +87,15 @@ class Emulated:
         scheme = self.cfg.scheme(module)
         if scheme is None or scheme.activations is None:
             return x
+        if self.plain_inputs and scheme.activations.value == "float4_e2m1":
+            return x
+        file = self.file(module)
         if scheme.activations.scale.static:
-            file = module if f"{module}.weight" in self.files else f"model.{module}"
             return fp8(x, self.files[f"{file}.input_scale"].double())
         block = scheme.activations.scale.block
+        if scheme.activations.scale.within:
+            whole = self.whole(file, "input_scale", "input_global_scale")
+            return nvfp4(x.reshape(-1, 16), whole).reshape(x.shape)
         pieces = [piece for row in x for piece in row.split(block[1] if block else len(row))]
         if scheme.activations.value == "float4_e2m1":
             return torch.cat([mxfp4(piece) for piece in pieces]).reshape(x.shape)
@@ -162,3 +184,11 @@ def mxfp4(x: Tensor) -> Tensor:
     exponent += most / 2.0**exponent >= 1.75
     scale = 2.0 ** (exponent - 2)
     return nearest((x / scale).abs().clamp(max=6.0), e2m1(torch.arange(8))) * x.sign() * scale
+
+
+def nvfp4(x: Tensor, whole: float) -> Tensor:
+    """Blocks ``[n, 16]``, each with its scale in e4m3 under one number for all, as both formats have them."""
+    known = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    scale = nearest((x.abs().amax(1, keepdim=True) / 6 / whole).clamp(max=448.0), known) * whole
+    codes = nearest((x / scale.clamp(min=1e-300)).abs().clamp(max=6.0), e2m1(torch.arange(8)))
+    return codes * x.sign() * scale

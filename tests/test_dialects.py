@@ -91,6 +91,34 @@ def test_a_named_target_stands_before_its_class() -> None:
     assert found.scheme("lm_head") is None
 
 
+def test_an_ignore_list_of_names_and_expressions_beside_packed_4_bits() -> None:
+    form = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": False}
+    groups = {"group_0": {"targets": ["Linear"], "weights": form, "input_activations": {**form, "dynamic": "local"}}}
+    ignore = ["lm_head", "model.layers.3.self_attn.q_proj", "re:.*linear_attn.*"]
+    found = read("here", compressed(config_groups=groups, format="nvfp4-pack-quantized", ignore=ignore))
+    nvfp4 = SCHEMES["nvfp4"]
+    assert [found.scheme(f"model.layers.0.linear_attn.{m}") for m in MODULES] == [None] * 5
+    assert [found.scheme(f"model.layers.3.self_attn.{m}_proj") for m in "qkv"] == [None, nvfp4, nvfp4]
+    assert found.scheme("lm_head") is None
+    names = found.named(nvfp4)
+    assert (names.weight, names.within, names.divides) == ("weight_packed", "weight_global_scale", True)
+
+
+def test_a_list_of_every_expert_is_looked_up_by_name() -> None:
+    layers = {f"model.layers.{i}.mlp.experts.{e}.{m}_proj": {"quant_algo": "NVFP4"} for i in range(40)
+              for e in range(64) for m in ("gate", "up", "down")}  # fmt: skip
+    whole = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "exclude_modules": ["*layers.7.*"]}
+    found = read("here", {**whole, "quantized_layers": layers})
+    asked: list[str] = []
+    names = Rule.names
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rule, "names", lambda rule, module: asked.append(rule.pattern) or names(rule, module))
+        schemes = {name: found.scheme(name) for name in layers}
+    assert set(asked) == {"*layers.7.*"}
+    assert {scheme is None for name, scheme in schemes.items() if ".layers.7." in name} == {True}
+    assert {scheme for name, scheme in schemes.items() if ".layers.7." not in name} == {SCHEMES["nvfp4"]}
+
+
 def test_weights_alone() -> None:
     groups = compressed()["config_groups"]
     groups["group_0"]["input_activations"] = None
@@ -101,8 +129,8 @@ def test_weights_alone() -> None:
 
 SAYS = {
     "fp8": ("fp8_tensor", "fp8_block"),
-    "modelopt": ("fp8_tensor", "fp8_channel"),
-    "compressed-tensors": ("fp8_tensor", "fp8_channel", "fp8_block"),
+    "modelopt": ("fp8_tensor", "fp8_channel", "nvfp4"),
+    "compressed-tensors": ("fp8_tensor", "fp8_channel", "fp8_block", "nvfp4"),
     "quark": ("fp8_tensor", "fp8_channel", "mxfp4"),
 }
 
@@ -135,6 +163,7 @@ def test_what_is_written_is_read_again(name: str, dialect: str) -> None:
         (quark(inputs={"dtype": "fp8_e4m3", "qscheme": "per_group"}), ("input_tensors", "per_group")),
         (quark(layer_type_quant_config={"Linear": {}}), ("layer_type_quant_config",)),
         (mixed(**{"0_mlp.up_proj": "W4A8_AWQ"}), ("W4A8_AWQ", "FP8")),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, ("group_size", "16", "32")),
         ({"quant_method": "fp8", "activation_scheme": "sometimes"}, ("activation_scheme", "sometimes")),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, ("weight_block_size", "64")),
         (quark(weight={"dtype": "fp4", "qscheme": "per_group", "group_size": 16}), ("weight", "16")),
@@ -157,7 +186,7 @@ def test_recipes_leave_out_what_nobody_quantizes() -> None:
         recipe("fp8_channel", also=["in_proj_bb"])
 
 
-@pytest.mark.parametrize("name", MIXES)
+@pytest.mark.parametrize("name", [name for name in MIXES if name.startswith("mxfp4")])
 def test_a_mix_has_a_scheme_for_the_mixers_and_one_for_all_else(name: str) -> None:
     of = Quantization("", recipe(name))
     quantized = name == "mxfp4+fp8_all"

@@ -55,6 +55,34 @@ def test_the_kernel_for_another_format_says_which_the_edge_has() -> None:
     assert refused["torch.linear_widened"] == ("edge", f"takes bfloat16; the edge is {STATIC_FP8}")
 
 
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "fp8_channel"])
+def test_the_checkpoint_s_rounding_can_be_asked_for(name: str) -> None:
+    linear = Linear(columns=32, rows=24, scheme=SCHEMES[name])
+    portable = fake(Linear, "portable", tier="portable")  # takes x as it is, and would come first
+    free, _ = layer(runtime("cpu", portable, load=False), linear)
+    assert (free.choice.op.x, tree(free.choice)) == (BF16, {"": "portable"})
+    out, _ = layer(runtime("cpu", portable, load=False, activations="checkpoint"), linear)
+    assert (out.choice.op.x, tree(out.choice)) == (SCHEMES[name].activations, {"": "torch.linear_quantized"})
+    refused = {c.kernel: (c.kind, c.reason) for c in out.choice.candidates}
+    why = f"takes bfloat16; the policy wants the checkpoint's {SCHEMES[name].activations}"
+    assert refused["portable"] == refused["torch.linear_widened"] == ("policy", why)
+
+
+@pytest.mark.parametrize(("on", "fp4"), [("h200", False), ("mi300x", False), ("cpu", False), ("mi355x", True)])
+def test_inputs_in_4_bits_stay_as_they_are_where_nothing_multiplies_4_bits(on: str, fp4: bool) -> None:
+    for name in ("mxfp4", "nvfp4"):
+        scheme = SCHEMES[name]
+        for asked in ("device", "checkpoint"):
+            rt = runtime(on, load=False, activations=asked)
+            kept = fp4 or asked == "checkpoint"
+            assert rt.served(scheme) == (scheme if kept else Scheme(scheme.weight))
+            assert [note.split(":")[1] for note in rt.notes] == [] if kept else [f" {name} takes them as they are"]
+    rt = runtime(on, load=False)
+    assert rt.served(SCHEMES["fp8_block"]) == SCHEMES["fp8_block"]
+    assert rt.served(None) is None
+    assert not rt.notes
+
+
 def test_a_kernel_that_makes_the_format_is_fed_directly() -> None:
     _, core = layer(runtime(load=False))
     assert tree(core.choices["decode"]) == {"": "torch.decode"}

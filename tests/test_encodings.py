@@ -9,7 +9,7 @@ import torch
 from dequantized import e2m1, nearest
 from hal_models.encoding import encoded
 
-from hal.formats import BLOCK_FP8, MXFP4, SCHEMES, STATIC_FP8, TOKEN_FP8, Encoded, Quantized, Scale
+from hal.formats import BLOCK_FP8, MXFP4, NVFP4, SCHEMES, STATIC_FP8, TOKEN_FP8, Encoded, Quantized, Scale
 from hal.ops.formulas import LEAST_SCALE, decode, element_values, encode, narrowed, power_scale, real, scale_values
 
 FP8S = {"float8_e4m3fn": (7, 448.0), "float8_e4m3fnuz": (8, 240.0)}  # bias, limit
@@ -97,7 +97,57 @@ def test_powers_of_two_by_both_rules(most: float, aiter: int, ocp: int) -> None:
         assert most / 2.0 ** (ocp - 127) < 8
 
 
-EDGES = {"static": STATIC_FP8, "token": TOKEN_FP8, "1x128": BLOCK_FP8, "mxfp4": MXFP4}
+def test_scales_under_a_global_one_by_hand() -> None:
+    """Global 2^-4: a block's scale is amax / 6 x 16 in e4m3, its numbers are codes x scale / 16."""
+    whole = torch.tensor([2.0**-4])
+    blocks = {
+        6.0 / 16: 0x38,  # 1
+        6.0: 0x58,  # 16
+        6.0 * 17 / 16: 0x58,  # 17 is a tie between 16 and 18: the even one
+        6.0 * 19 / 16: 0x5A,  # 19: to 20
+        6.0 * 2.0**-13: 0x01,  # the least
+        6.0 * 2.0**-14: 0x00,  # half of it: a tie, to zero
+        6.0 * 3 * 2.0**-14: 0x02,  # and one and a half: to two
+        6.0 * 28: 0x7E,  # 448
+        6.0 * 29: 0x7E,  # 464 is beyond
+        1e30: 0x7E,
+        1e-12: 0x00,
+        0.0: 0x00,
+    }  # fmt: skip
+    x = torch.zeros(1, 16 * len(blocks))
+    for index, most in enumerate(blocks):
+        x[0, 16 * index + 3], x[0, 16 * index + 4] = -most, -0.0
+    found = encode(x, NVFP4, whole)
+    assert found.scale.view(torch.uint8).flatten().tolist() == list(blocks.values())
+    values = decode(found, NVFP4, torch.float64).reshape(-1, 16)
+    assert torch.isfinite(values).all()
+    for row, (most, byte) in zip(values, blocks.items(), strict=True):
+        scale = e4m3(byte, 7) / 16
+        assert float(row[3]) == (-scale * float(nearest(torch.tensor([min(6.0, most / scale)]).double(),
+                                 e2m1(torch.arange(8)))) if byte else 0.0)  # fmt: skip
+        assert not row.abs().sum() - row[3].abs()
+        assert torch.signbit(row[4])  # zeros keep their sign
+
+
+def test_a_global_scale_of_zero_gives_zeros() -> None:
+    for x in (torch.zeros(2, 32), torch.full((2, 32), 3.0)):
+        values = decode(encode(x, NVFP4, torch.zeros(1)), NVFP4, torch.float64)
+        assert not values.any()
+    codes, scale, whole = encoded(torch.zeros(4, 32), SCHEMES["nvfp4"].weight)
+    assert not real(codes, scale, NVFP4, torch.float64, whole).any()
+
+
+def test_the_largest_weight_is_met_exactly_under_its_global_scale() -> None:
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(3))
+    weight[5, 17] = -9.5
+    codes, scale, whole = encoded(weight, SCHEMES["nvfp4"].weight)
+    assert whole is not None
+    assert float(whole) == float(torch.tensor(9.5 / (6 * 448)))
+    assert scale.view(torch.uint8)[5, 1] == 0x7E
+    assert float(real(codes, scale, NVFP4, torch.float64, whole)[5, 17]) == pytest.approx(-9.5, rel=1e-6)
+
+
+EDGES = {"static": STATIC_FP8, "token": TOKEN_FP8, "1x128": BLOCK_FP8, "mxfp4": MXFP4, "nvfp4": NVFP4}
 
 
 @pytest.mark.parametrize("edge", EDGES)
@@ -110,7 +160,7 @@ def test_zeros_stay_zero_beside_numbers_of_any_size(edge: str) -> None:
     assert torch.isfinite(values).all()
     assert not values[0].any()
     assert not values[2, :128].any()
-    if edge != "static":
+    if not form.scale.fixed:
         assert bool((values[1:].abs() > 0).flatten(1).any(1).all())
 
 
@@ -143,11 +193,11 @@ def test_a_weight_is_near_what_it_was_in_every_scheme(name: str) -> None:
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(200, 320, generator=generator) * torch.logspace(-3, 1, 200)[:, None]
     weight[7] = 0.0
-    codes, scale = encoded(weight, form)
-    values = real(codes, scale.reshape(form.scale.shape(200, 320)), form, torch.float32)
+    codes, scale, whole = encoded(weight, form)
+    values = real(codes, scale.reshape(form.scale.shape(200, 320)), form, torch.float32, whole)
     assert not values[7].any()
-    block = {"fp8_tensor": 200 * 320, "fp8_channel": 320, "fp8_block": 128 * 128, "mxfp4": 32}[name]
-    step = 0.25 if name == "mxfp4" else 2**-4
+    block = {"fp8_tensor": 200 * 320, "fp8_channel": 320, "fp8_block": 128 * 128, "mxfp4": 32, "nvfp4": 16}[name]
+    step = 0.25 if "fp4" in name else 2**-4
     assert block > 0
     # within half a step of the largest number that shares the scale
     most = weight.abs().amax() if name == "fp8_tensor" else weight.abs().amax(1, keepdim=True)
@@ -155,4 +205,5 @@ def test_a_weight_is_near_what_it_was_in_every_scheme(name: str) -> None:
         most = torch.nn.functional.pad(weight.abs().amax(1), (0, 56)).unflatten(0, (2, 128)).amax(1)
         most = most.repeat_interleave(128)[:200, None]
     assert bool(((values - weight).abs() <= most * step).all())
-    assert torch.equal(values, decode(Encoded(codes, scale.reshape(form.scale.shape(200, 320))), form, torch.float32))
+    held = Encoded(codes, scale.reshape(form.scale.shape(200, 320)), whole)
+    assert torch.equal(values, decode(held, form, torch.float32))

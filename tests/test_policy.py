@@ -157,10 +157,13 @@ def test_the_environment_gives_every_setting() -> None:
         "HAL_NUMERICS": "LOSSY",
         "HAL_STRICT": "1",
         "HAL_CHECK": "0",
+        "HAL_ACTIVATIONS": "checkpoint",
+        "HAL_INPUT_SCALES": "maximum",
         "PATH": "/bin",
     }
+    words = {"activations": "checkpoint", "input_scales": "maximum"}
     force, deny = ("InProj=torch.packed", "Linear@a.*=torch.linear"), ("torch.decode",)
-    given = Policy.of(force=force, deny=deny, numerics="lossy", strict=True)
+    given = Policy.of(force=force, deny=deny, numerics="lossy", strict=True, **words)
     assert Policy.from_environment(environ) == given
     assert Policy.from_environment({}) == Policy()
 
@@ -187,6 +190,12 @@ def test_a_file_that_cannot_be_taken_is_an_error(tmp_path: Path, text, error, sa
         (tmp_path / "hal.toml").write_text(text)
     with pytest.raises(error, match=says):
         Policy.from_environment({"HAL_POLICY": str(tmp_path / "hal.toml")})
+
+
+@pytest.mark.parametrize(("name", "near"), [("HAL_ACTIVATIONS", "checkpoint"), ("HAL_INPUT_SCALES", "maximum")])
+def test_a_word_that_is_none_says_the_nearest(name: str, near: str) -> None:
+    with pytest.raises(UnknownName, match=f"unknown {name[4:].lower()} .*did you mean '{near}'"):
+        Policy.from_environment({name: near[:-1]})
 
 
 @pytest.mark.parametrize("name", ["HAL_STRICT", "HAL_CHECK"])

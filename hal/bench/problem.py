@@ -148,8 +148,8 @@ def _scales(op: Op[..., Any], place: str) -> dict[str, Any]:
     import torch
 
     out = getattr(op, "out", None)
-    static = isinstance(out, Quantized) and out.scale.static
-    return {"out": torch.full((1,), 0.02, device=place)} if static else {}
+    fixed = isinstance(out, Quantized) and out.scale.fixed
+    return {"out": torch.full((1,), 0.02, device=place)} if fixed else {}
 
 
 def _normal(shape: tuple[int, ...], kind: str, place: str, mean: float = 0.0, deviation: float = 1.0) -> torch.Tensor:

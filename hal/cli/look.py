@@ -6,7 +6,7 @@ from __future__ import annotations
 KINDS = {
     "ran": ("the kernel ran on a device of this architecture and gave the float64 reference's results",
             "that it did so on this very model of device, where another is named; how fast it is"),
-    "emulated": ("its adapter ran over a double in torch that refuses what the library's sources refuse, or over torch itself",
+    "emulated": ("its adapter ran over torch, or over a double that refuses what the library's sources refuse",
                  "the library's own code: only our reading of it"),
     "interpreted": ("its source gave the reference's results under Triton's interpreter, set as for the profile named",
                     "what the compiler makes of it; the order of programs on a GPU"),

@@ -65,6 +65,7 @@ def plan_json(model: str, runtime: Runtime) -> dict[str, Any]:
             for line in found
             for kernel, each in line.moves()
         ],
+        "notes": list(runtime.notes),
         "broken": broken_json(runtime.registry),
         "refused": sum(refused.values()),
         "refused_by_op": refused,
@@ -102,6 +103,8 @@ def _print(runtime: Runtime, data: dict[str, Any]) -> None:
     print_table(HEADS, [line.cells() for line in found])
     print(f"\nparameters: {size(data['parameter_bytes'])} a rank ({data['parameter_bytes']} bytes)")
     print(f"state: {size(data['state_bytes_per_slot'])} a slot, {size(data['kv_bytes_per_token'])} a token of KV")
+    for note in data["notes"]:
+        print(note)
     for line in found:
         for kernel, each in line.moves():
             print(f"converts: {line.name}: {kernel}, {size(each)} a row")

@@ -92,6 +92,28 @@ def norm_linear(site: Site) -> Call:
     return _opened(site.parts["norm"], site.parts["gemm"])
 
 
+def norm_linears(site: Site) -> Call:
+    """A product for each group of parts, put side by side in the order of the parts."""
+    import torch
+
+    groups = part_groups(site.op.parts)
+    norm, gemms = site.parts["norm"], [site.parts[f"gemm{group.suffix}"] for group in groups]
+    cuts = [[p.rows for p in group.parts] for group in groups]
+    order = [p.name for group in groups for p in group.parts]
+    places = [order.index(p.name) for p in site.op.parts]
+    several = isinstance(norm.choice.op.out, tuple)
+
+    def run(partial: Any, residual: Any) -> Any:
+        value, residual = norm(partial, residual)
+        values = value if several else (value,) * len(gemms)
+        found: list[Any] = []
+        for gemm, x, widths in zip(gemms, values, cuts, strict=True):
+            found += gemm(x).split(widths, 1)
+        return torch.cat([found[place] for place in places], 1), residual
+
+    return run
+
+
 def norm_gate_up(site: Site) -> Call:
     gemm, act = site.parts["gemm"], site.parts["act"]
     return _opened(site.parts["norm"], lambda x: act(gemm(x)))

@@ -144,17 +144,22 @@ class ComposedInProj(Composed, Kernel[InProj]):
         return per_tensor(groups)
 
     def parts(self, op: InProj) -> Mapping[str, Part]:
-        gemms = {
-            f"gemm{g.suffix}": gemm_part(op, g.rows, op.hidden, g.scheme, f"weight{g.suffix}")
-            for g in part_groups(op.parts)
-        }
-        return {"norm": norm_part(op, *gemms), **gemms}
+        return grouped(op)
+
+
+def grouped(op: InProj | NormLinear) -> dict[str, Part]:
+    """The norm in every format that is wanted, and a product for each group of parts."""
+    gemms = {
+        f"gemm{g.suffix}": gemm_part(op, g.rows, op.hidden, g.scheme, f"weight{g.suffix}")
+        for g in part_groups(op.parts)
+    }
+    return {"norm": norm_part(op, *gemms), **gemms}
 
 
 def per_tensor(groups: Sequence[PartGroup]) -> Reason | None:
     """Why one product cannot read the scales of a group's parts, or nothing."""
     for group in groups:
-        if group.scheme and group.scheme.weight.scale.per == "tensor" and len(group.parts) > 1:
+        if group.scheme and group.scheme.weight.scale.for_all and len(group.parts) > 1:
             return Reason("op", f"needs scales by rows to read several parts as one; of {group} each has one scale")
     return None
 
@@ -172,12 +177,27 @@ class ComposedNormLinear(Composed, Kernel[NormLinear]):
         return opened(op, op.width, op.parts[0].scheme, "weight")
 
 
+@kernel("composed.norm_linears", code=f"{CODE}:norm_linears")
+class ComposedNormLinears(Composed, Kernel[NormLinear]):
+    """AddRMSNorm in every format that is wanted, a Gemm for the parts of each scheme, their columns side by side."""
+
+    launches = 1
+
+    def refuses(self, op: NormLinear, device: Device) -> Reason | None:
+        if len(groups := part_groups(op.parts)) == 1:
+            return Reason("op", f"needs parts quantized in several ways; they are {groups[0]}")
+        return per_tensor(groups)
+
+    def parts(self, op: NormLinear) -> Mapping[str, Part]:
+        return grouped(op)
+
+
 @kernel("composed.norm_gate_up", code=f"{CODE}:norm_gate_up")
 class ComposedNormGateUp(Composed, Kernel[NormGateUp]):
     """AddRMSNorm, Gemm, SiluMul."""
 
     def refuses(self, op: NormGateUp, device: Device) -> Reason | None:
-        if op.gate_up and op.gate_up.weight.scale.per == "tensor":
+        if op.gate_up and op.gate_up.weight.scale.for_all:
             return Reason("op", "needs scales by rows to read gate and up as one; each has one scale")
         return None
 

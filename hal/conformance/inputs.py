@@ -51,7 +51,7 @@ def make(case: Case, seed: int = 0) -> Inputs:
     params = {p.name: normal(p.shape, p.dtype, *p.init) for p in op.params()}
     scales = {}
     out = getattr(op, "out", None)
-    if isinstance(out, Quantized) and out.scale.static:
+    if isinstance(out, Quantized) and out.scale.fixed:
         scales["out"] = torch.tensor([0.02])
         params["out_scale"] = scales["out"].double()
     args: dict[str, Any] = {}
@@ -152,7 +152,7 @@ def _argument(arg: Arg, inputs: Inputs, place: str, strided: bool) -> Any:
     value = inputs.problem.args[arg.name]
     if isinstance(arg.format, Quantized):
         codes = encode(value, arg.format, input_scale(inputs.problem.params))
-        return Encoded(codes.value.to(place), codes.scale.to(place))
+        return Encoded(*(None if part is None else part.to(place) for part in codes))
     tensor = value.to(getattr(torch, arg.format.dtype)).to(place)
     if not strided or not arg.free or not tensor.numel():
         return tensor

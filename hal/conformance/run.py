@@ -192,7 +192,8 @@ def _compare(op: Op[..., Any], got: list[Any], wanted: tuple[Any, ...], numerics
         if isinstance(form, Quantized):
             value = decode(have, form, torch.float64)
             real = decode(want, form, torch.float64) if isinstance(want, Encoded) else want
-            limit = form.limit * spread(scale_values(have.scale, form.scale).double(), form.scale, *value.shape)
+            scale = scale_values(have.scale, form.scale, have.within)
+            limit = form.limit * spread(scale.double(), form.scale, *value.shape)
             real = real.to(limit.device).clamp(-limit, limit)
         value, real = value.double().cpu(), real.double().cpu()
         if value.shape != real.shape:

@@ -295,6 +295,9 @@ def _check_format(op: Op[..., Any], arg: Arg, value: Any, symbols: dict[str, int
             got = f"{str(scale.dtype).removeprefix('torch.')} {list(scale.shape)}"
             text = f"expected {form.scale.stored} {list(wanted)}, got {got}"
             raise CheckError(f"{op.title()}: scale of {arg.name}: {text}")
+        if form.scale.within and (not hasattr(value.within, "shape") or tuple(value.within.shape) != (1,)):
+            got = "none" if value.within is None else str(list(value.within.shape))
+            raise CheckError(f"{op.title()}: global scale of {arg.name}: expected float32 [1], got {got}")
     else:
         _check_tensor(op, arg, arg.format.dtype, value, symbols)
 

@@ -141,7 +141,8 @@ class MoE(_FeedForward):
     Router: softmax over all experts in float32, the ``top_k`` largest (the lower index wins a
     tie), renormalised to sum 1. Shared expert times ``sigmoid(x . shared_gate)``.
     ``intermediate`` and ``shared_intermediate`` are this rank's shares; the router is whole.
-    ``routed`` and ``shared``: how the experts, and the shared one, are quantized.
+    ``routed`` and ``shared``: how the experts, and the shared one, are quantized; what goes into both
+    matrices of an expert is rounded as they say, with a scale for each expert where the checkpoint fixes it.
     """
 
     experts: int
@@ -166,7 +167,7 @@ class MoE(_FeedForward):
                 param
                 for scheme, matrix in ((routed, "experts"), (shared, "shared"))
                 for half in ("gate_up", "down")
-                for param in input_params(scheme, f"{matrix}_{half}")
+                for param in input_params(scheme, f"{matrix}_{half}", e if matrix == "experts" else 1)
             ),
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
-from hal.formats import Encoded, Quantized, Scale, Scheme
+from hal.formats import Encoded, Quantized, Scale, Scheme, dtype
 
 if TYPE_CHECKING:
     import torch
@@ -62,22 +62,43 @@ def encode(x: torch.Tensor, form: Quantized, scale: torch.Tensor | None = None) 
     """Elements ``x / scale``, saturated at the format's limit, rounded to nearest even.
 
     A dynamic scale is ``max |x| / limit`` of what it covers, in float32; in powers of two, as
-    ``power_scale`` says.
+    ``power_scale`` says; ``within`` a global one, as ``inner_scale`` says. ``scale``: what the checkpoint
+    fixes, the scale itself or the global one ``[1]``.
     """
+    within, fixed = (scale, None) if form.scale.within else (None, scale)
     if not form.scale.static:
-        scale = dynamic_scale(x, form)
-    assert scale is not None
-    wide = spread(scale_values(scale, form.scale).to(x.dtype), form.scale, *x.shape)
-    return Encoded(narrowed((x / wide).clamp(-form.limit, form.limit), form), scale)
+        fixed = dynamic_scale(x, form, within)
+    assert fixed is not None
+    wide = spread(scale_values(fixed, form.scale, within).to(x.dtype), form.scale, *x.shape)
+    return Encoded(narrowed(divided(x, wide).clamp(-form.limit, form.limit), form), fixed, within)
 
 
-def dynamic_scale(x: torch.Tensor, form: Quantized) -> torch.Tensor:
+def divided(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """``x / scale``, and zero of the sign of x where the scale is zero."""
+    return (x / scale.masked_fill(scale == 0, 1)).mul(scale != 0)
+
+
+def dynamic_scale(x: torch.Tensor, form: Quantized, within: torch.Tensor | None = None) -> torch.Tensor:
     """The scale of each row, or of each block of a row, of ``x [rows, columns]``."""
     rows, columns = x.shape
     most = block_amax(x, (1, form.scale.block[1] if form.scale.block else max(1, columns)))
+    if within is not None:
+        return inner_scale(most, form, within)
     if form.scale.dtype == "float8_e8m0fnu":
         return power_scale(most)
     return (most.double() / form.limit).float().clamp(min=LEAST_SCALE).reshape(form.scale.shape(rows, columns))
+
+
+def inner_scale(most: torch.Tensor, form: Quantized, within: torch.Tensor) -> torch.Tensor:
+    """Scales in e4m3 of blocks whose largest magnitudes are ``most``, under a global scale that multiplies them.
+
+    ``most / (limit * within)`` in float32, at most 448, to nearest even. A block that is too small under its
+    global scale gets zero, as does one of zeros: its values are zero.
+    """
+    import torch
+
+    whole = (form.limit * within.float()).clamp(min=LEAST_SCALE)
+    return (most.float() / whole).clamp(max=dtype(form.scale.dtype).limit).to(getattr(torch, form.scale.dtype))
 
 
 def block_amax(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
@@ -106,10 +127,15 @@ def power_scale(most: torch.Tensor, rule: Literal["rounded", "ocp"] = "rounded")
     return ((bits >> 23 & 0xFF) - 2).clamp(0, 254).to(torch.uint8)
 
 
-def scale_values(scale: torch.Tensor, form: Scale) -> torch.Tensor:
-    """Scales as numbers; bytes of powers of two are decoded: 255 is NaN, 0 is 2^-127."""
+def scale_values(scale: torch.Tensor, form: Scale, within: torch.Tensor | None = None) -> torch.Tensor:
+    """Scales as numbers; bytes of powers of two are decoded: 255 is NaN, 0 is 2^-127.
+
+    ``within``: global scales, ``[1]`` or of each row; their product is rounded to float32.
+    """
     import torch
 
+    if within is not None:
+        return scale.float() * (within[..., None] if form.within == "channel" else within).float()
     if form.dtype != "float8_e8m0fnu":
         return scale
     power = torch.ldexp(torch.ones_like(scale, dtype=torch.float64), scale.to(torch.int32) - 127)
@@ -150,18 +176,22 @@ def spread(scale: torch.Tensor, form: Scale, rows: int, columns: int) -> torch.T
     return scale[..., None] if form.per == "channel" else scale
 
 
-def real(codes: torch.Tensor, scale: torch.Tensor, form: Quantized, like: torch.dtype) -> torch.Tensor:
-    """The real values of a quantized matrix ``[..., rows, columns]``."""
+def real(
+    codes: torch.Tensor, scale: torch.Tensor, form: Quantized, like: torch.dtype, within: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The real values of a quantized matrix ``[..., rows, columns]``; ``within``: its global scales, if it has."""
     value: torch.Tensor = element_values(codes, form, like)
-    return value * spread(scale_values(scale, form.scale).to(like), form.scale, *value.shape[-2:])
+    return value * spread(scale_values(scale, form.scale, within).to(like), form.scale, *value.shape[-2:])
 
 
 def decode(x: Encoded, form: Quantized, like: torch.dtype) -> torch.Tensor:
     """The real values of what runs on an edge."""
-    return real(x.value, x.scale, form, like)
+    return real(x.value, x.scale, form, like, x.within)
 
 
 def weight_of(params: Mapping[str, torch.Tensor], name: str, scheme: Scheme | None) -> torch.Tensor:
     """The real values of a weight among an op's parameters; experts on a leading axis."""
     weight = params[name]
-    return weight if scheme is None else real(weight, params[f"{name}_scale"], scheme.weight, weight.dtype)
+    if scheme is None:
+        return weight
+    return real(weight, params[f"{name}_scale"], scheme.weight, weight.dtype, params.get(f"{name}_global"))

@@ -26,7 +26,8 @@ BF16 = Tensor("bfloat16")
 class Projection:
     """One part of an input projection: its local rows, the output it goes to, how it is quantized.
 
-    ``shard`` and ``copies`` as in ``Param``: rank r holds slice r // copies.
+    ``shard`` and ``copies`` as in ``Param``: rank r holds slice r // copies. ``inputs`` tells parts apart
+    whose schemes are equal and whose inputs have fixed scales of their own.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Projection:
     output: str
     scheme: Scheme | None = None
     copies: int = 1
+    inputs: int = 0
 
     def __str__(self) -> str:
         return f"{self.name}:{self.rows}" + (f":{self.scheme}" if self.scheme else "")
@@ -50,7 +52,7 @@ def weight_params(
     copies: int = 1,
     memory: str = "",
 ) -> tuple[Param, ...]:
-    """The parameters of a weight ``[..., rows, columns]``: itself, and its scale where it is quantized.
+    """The parameters of a weight ``[..., rows, columns]``: itself, its scale where it is quantized, its global scale.
 
     ``shard`` counts axes of the weight; a scale is split where it covers no more than its rank's share.
     """
@@ -68,28 +70,41 @@ def weight_params(
         (127.5, 64.0) if form.packs > 1 else (0.0, 2.0),
     )  # fmt: skip
     held, block = (*lead, *form.scale.shape(rows, columns)), form.scale.block
-    split, each = None, 1
+    split, per = None, 1
     if block and shard is not None:
-        split, each = shard, block[shard - len(lead)]
+        split, per = shard, block[shard - len(lead)]
     elif form.scale.per == "channel" and shard == len(lead):
         split = shard
     # rows differ, so that one scaled as its neighbour shows
     made = (spread / 2, 0.0 if form.scale.per == "tensor" else spread / 16)
+    if form.scale.within:  # the scale of a block is a large part of the global one, which is small
+        made = (128.0, 32.0)
     if form.scale.stored == "uint8":
         made = (round(log2(spread / 2)) + 127.0, 1.0)
     scale = Param(
         f"{name}_scale", held, form.scale.stored, f"{memory}_scale", split,
-        tuple(size // each for size in sections) if split is not None else (), copies if split is not None else 1, made,
+        tuple(size // per for size in sections) if split is not None else (), copies if split is not None else 1, made,
     )  # fmt: skip
-    return (codes, scale)
+    if not form.scale.within:
+        return (codes, scale)
+    by_rows = form.scale.within == "channel" and shard == len(lead)
+    whole = Param(
+        f"{name}_global", (*lead, *form.scale.shape_within(rows)), "float32", f"{memory}_global",
+        shard if by_rows else None, sections if by_rows else (), copies if by_rows else 1,
+        (spread / 256, 0.0 if form.scale.within == "tensor" else spread / 2048),
+    )  # fmt: skip
+    return (codes, scale, whole)
 
 
-def input_params(scheme: Scheme | None, memory: str = "weight") -> tuple[Param, ...]:
-    """The scale of the input, where the checkpoint fixes it: a buffer that the producer of x reads."""
-    if scheme is None or scheme.activations is None or not scheme.activations.scale.static:
+def input_params(scheme: Scheme | None, memory: str = "weight", count: int = 1) -> tuple[Param, ...]:
+    """The scale of the input, where the checkpoint fixes it: a buffer that the producer of x reads.
+
+    Where the scheme has blocks under a global scale, it is that one. ``count``: of experts, one each.
+    """
+    if scheme is None or scheme.activations is None or not scheme.activations.scale.fixed:
         return ()
     name = input_scale(memory)
-    return (Param(name, (1,), "float32", name, init=(0.02, 0.0)),)
+    return (Param(name, (count,), "float32", name, init=(0.02, 0.0)),)
 
 
 def input_scale(memory: str) -> str:
@@ -115,11 +130,11 @@ class PartGroup:
 
 
 def part_groups(parts: Sequence[Projection]) -> tuple[PartGroup, ...]:
-    """The parts by scheme, in the order of their first ones."""
-    schemes = list(dict.fromkeys(p.scheme for p in parts))
-    alike = [tuple(p for p in parts if p.scheme == scheme) for scheme in schemes]
-    names = ["_" + "".join(p.name for p in some) if len(schemes) > 1 else "" for some in alike]
-    return tuple(PartGroup(*each) for each in zip(names, alike, schemes, strict=True))
+    """The parts by scheme and fixed scale of their input, in the order of their first ones."""
+    keys = list(dict.fromkeys((p.scheme, p.inputs) for p in parts))
+    alike = [tuple(p for p in parts if (p.scheme, p.inputs) == key) for key in keys]
+    names = ["_" + "".join(p.name for p in some) if len(keys) > 1 else "" for some in alike]
+    return tuple(PartGroup(name, some, some[0].scheme) for name, some in zip(names, alike, strict=True))
 
 
 def _opening_params(op: InProj | NormLinear) -> tuple[Param, ...]:
@@ -317,7 +332,9 @@ class NormLinear(Op[["torch.Tensor", "torch.Tensor"], "tuple[torch.Tensor, torch
         quantized = [
             Case(name, replace(op, parts=_quantized(op.parts, scheme)), (5,)) for name, scheme in SCHEMES.items()
         ]
-        return [Case("one row", op, (1,)), Case("rows", op, (17,)), Case("no rows", op, (0,)), *quantized]
+        fixed = _quantized(op.parts, SCHEMES["fp8_tensor"])
+        several = Case("each its own", replace(op, parts=(fixed[0], op.parts[1], replace(fixed[2], inputs=1))), (5,))
+        return [Case("one row", op, (1,)), Case("rows", op, (17,)), Case("no rows", op, (0,)), *quantized, several]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -38,14 +38,16 @@ class Rule:
         """Whether the pattern names a bare module, under any prefix."""
         if self._compiled is not None:
             return any(self._compiled.match(prefix + module) for prefix in ("", *PREFIXES))
-        pattern = self._bare
-        if pattern != self.pattern or pattern.startswith(STARTS):
-            return f"{module}.".startswith(f"{pattern}.")
-        return f".{pattern}." in f".{module}."
+        if self.start:
+            return f"{module}.".startswith(f"{self.start}.")
+        return f".{self.pattern}." in f".{module}."
 
     @cached_property
-    def _bare(self) -> str:
-        return bare(self.pattern)
+    def start(self) -> str:
+        """Whole components that names begin with, where the pattern is such; else empty."""
+        pattern = bare(self.pattern)
+        begins = pattern != self.pattern or pattern.startswith(STARTS)
+        return pattern if begins and self._compiled is None else ""
 
     @cached_property
     def _compiled(self) -> re.Pattern[str] | None:
@@ -55,7 +57,7 @@ class Rule:
 
 
 # what no recipe quantizes unless it is named: ends, routers, b and a, the draft head, the vision tower
-PLAIN = ("lm_head", "mlp.gate", "shared_expert_gate", "in_proj_b", "in_proj_a", "mtp", "visual")
+PLAIN = ("lm_head", "mlp.gate", "shared_expert_gate", "in_proj_b", "in_proj_a", "mtp.fc", "mtp", "visual")
 
 
 class Mix(NamedTuple):
@@ -70,6 +72,7 @@ MIXERS = ("*linear_attn.*", "*self_attn.*")
 MIXES = {
     "mxfp4+fp8": Mix("fp8_channel", "mxfp4"),
     "mxfp4+fp8_all": Mix("fp8_channel", "mxfp4", ("in_proj_b", "in_proj_a")),
+    "nvfp4+fp8": Mix("fp8_tensor", "nvfp4", ("lm_head",)),
 }
 
 
@@ -88,12 +91,15 @@ def recipe(name: str, also: Sequence[str] = (), exclude: Sequence[str] = ()) -> 
 
 @dataclass(frozen=True)
 class Names:
-    """Tensors of one quantized module, after its dot; ``divides``: the global scales divide."""
+    """Tensors of one quantized module, after its dot.
+
+    ``within``: of weights whose scales lie under a global one, that one; ``divides``: it and that of the input divide.
+    """
 
     weight: str = "weight"
     scale: str = "weight_scale"
     input_scale: str = "input_scale"
-    within: str = ""
+    within: str = "weight_scale_2"
     divides: bool = False
 
 
@@ -102,20 +108,54 @@ class Quantization:
     """The rules of a checkpoint, the first that names a module holds; what none names is not quantized.
 
     ``kv_cache``: what the checkpoint would have keys and values stored in, empty where it says nothing.
+    ``apart``: modules of one input whose fixed scales differ, each with the number of its scale.
+    ``names``: of all modules, but ``within`` of those with global scales, where the dialect names them otherwise.
     """
 
     dialect: str
     rules: tuple[Rule, ...]
     kv_cache: str = ""
     names: Names = Names()
+    within: Names | None = None
+    apart: tuple[tuple[str, int], ...] = ()
+
+    def inputs(self, module: str) -> int:
+        """Which of the fixed scales of one input a module's is, where those of its projections differ."""
+        return dict(self.apart).get(bare(module), 0)
 
     def scheme(self, module: str) -> Scheme | None:
         """The scheme of a module, by any of its names."""
         name = bare(module)
         if name not in self._found:  # of all experts of all layers
-            self._found[name] = next((rule.scheme for rule in self.rules if rule.names(name)), None)
+            parts = name.split(".")
+            whole = [".".join(parts[: n + 1]) for n in range(len(parts))]
+            first = min((self._places[w] for w in whole if w in self._places), default=len(self.rules))
+            others = (at for at in self._others if at < first and self.rules[at].names(name))
+            at = next(others, first)
+            self._found[name] = self.rules[at].scheme if at < len(self.rules) else None
         return self._found[name]
 
     @cached_property
     def _found(self) -> dict[str, Scheme | None]:
         return {}
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        """Of rules that are the start of names their places: a list of all modules has one for each expert."""
+        found: dict[str, int] = {}
+        for at, rule in enumerate(self.rules):
+            if rule.start:
+                found.setdefault(rule.start, at)
+        return found
+
+    @cached_property
+    def _others(self) -> list[int]:
+        return [at for at, rule in enumerate(self.rules) if not rule.start]
+
+    def changed(self, change: Callable[[Scheme | None], Scheme | None]) -> Quantization:
+        """The same with each scheme replaced by what ``change`` makes of it."""
+        return replace(self, rules=tuple(replace(rule, scheme=change(rule.scheme)) for rule in self.rules))
+
+    def named(self, scheme: Scheme) -> Names:
+        """How files name the tensors of a module of this scheme."""
+        return self.within if self.within and scheme.weight.scale.within else self.names

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hal.errors import CheckpointError
-from hal_models.dialects import read, written
+from hal.formats import Quantized, Scheme
+from hal_models.calibration import calibrate
+from hal_models.dialects import BY_MODULE, read, written
 from hal_models.encoding import encoded
 from hal_models.files import INDEX, Files
-from hal_models.quantization import Quantization, Rule
+from hal_models.quantization import Quantization, Rule, bare
 
 if TYPE_CHECKING:
     import torch
@@ -29,22 +31,32 @@ FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj$")
 
 
 def quantize(
-    folder: Path, out: Path, rules: Sequence[Rule], dialect: str, progress: Progress | None = None
+    folder: Path,
+    out: Path,
+    rules: Sequence[Rule],
+    dialect: str,
+    progress: Progress | None = None,
+    lines: Sequence[str] | None = None,
 ) -> dict[str, int]:
     """Write the checkpoint of ``folder`` into the empty folder ``out``; gives counts of modules.
 
-    Experts in one tensor become modules of their own, as all dialects have them. Errors:
-    CheckpointError for a checkpoint that is quantized already, UnknownName for a dialect.
+    ``lines``: text that is run through it where a scheme fixes the scale of inputs. Experts in one tensor
+    become modules of their own, as all dialects have them. Errors: CheckpointError for a checkpoint that is
+    quantized already, and for fixed scales without lines; UnknownName for a dialect.
     """
-    fixed = [str(r.scheme) for r in rules if r.scheme and r.scheme.activations and r.scheme.activations.scale.static]
-    if fixed:
-        raise CheckpointError(f"{folder}: {fixed[0]} fixes the scale of inputs, which needs calibration; not done here")
+    fixed = [str(r.scheme) for r in rules if r.scheme and fixed_form(r.scheme)]
+    if fixed and lines is None:
+        text = (
+            "fixes the scale of inputs, which needs lines of text to be run through the checkpoint (--calibrate FILE)"
+        )
+        raise CheckpointError(f"{folder}: {fixed[0]} {text}")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if config.get("quantization_config") or (folder / "hf_quant_config.json").exists():
         raise CheckpointError(f"{folder}: is quantized already; expected a checkpoint in bfloat16")
-    rule, plain, count = Quantization(dialect, tuple(rules)), list[str](), 0
+    rule, plain, chosen = Quantization(dialect, tuple(rules)), list[str](), list[Rule]()
     # a dialect that cannot say it fails before anything is written
-    names = read(str(folder), written(dialect, rules, [])).names
+    known = read(str(folder), written(dialect, rules, []))
+    calibration = calibrate(folder, lines) if fixed and lines is not None else None
     with Files(folder) as files, _Output(out) as output:
         for at, name in enumerate(files):
             if progress:
@@ -56,21 +68,30 @@ def quantize(
                     if PROJECTION.match(each) and tensor.dim() == 2:
                         plain.append(each.removesuffix(".weight"))
                     continue
-                count += 1
-                codes, scale = encoded(tensor, scheme.weight)
-                module = each.removesuffix("weight")
-                output.add(f"{module}{names.weight}", codes)
-                output.add(f"{module}{names.scale}", scale)
-    config["quantization_config"] = written(dialect, rules, plain)
+                module, names = each.removesuffix(".weight"), known.named(scheme)
+                chosen.append(Rule(module, scheme))
+                codes, scale, within = encoded(tensor, scheme.weight)
+                output.add(f"{module}.{names.weight}", codes)
+                output.add(f"{module}.{names.scale}", scale)
+                if within is not None:
+                    output.add(f"{module}.{names.within}", (1 / within).reshape(1) if names.divides else within)
+                if calibration and (form := fixed_form(scheme)):
+                    found = calibration.scale(bare(module), form)
+                    output.add(f"{module}.{names.input_scale}", (1 / found).reshape(1) if names.divides else found)
+    mixed = len({r.scheme for r in chosen}) > 1 and dialect in BY_MODULE
+    config["quantization_config"] = written(dialect, chosen if mixed else rules, plain)
     (out / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     for path in folder.iterdir():
-        if (
-            path.is_file()
-            and path.suffix in (".json", ".txt", ".jinja", ".model")
-            and path.name not in ("config.json", INDEX)
-        ):
+        if path.is_file() and path.suffix in BESIDE and path.name not in ("config.json", INDEX):
             shutil.copy(path, out / path.name)
-    return {"quantized": count, "plain": len(plain)}
+    filled = {"filled": len(calibration.filled)} if calibration else {}
+    return {"quantized": len(chosen), "plain": len(plain), **filled}
+
+
+def fixed_form(scheme: Scheme) -> Quantized | None:
+    """The format of a scheme's inputs, where the checkpoint fixes a scale of them."""
+    form = scheme.activations
+    return form if form and form.scale.fixed else None
 
 
 def _modules(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from hal.errors import CheckpointError
 from hal_models.commands.loading import Bar, checkpoint
 
-DIALECT = {"fp8_tensor": "modelopt", "fp8_block": "fp8"}  # of others quark
+DIALECT = {"fp8_tensor": "modelopt", "fp8_block": "fp8", "nvfp4": "modelopt", "nvfp4+fp8": "modelopt"}  # else quark
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +31,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help=f"modules left out unless named: {', '.join(PLAIN)}",
     )
+    parser.add_argument(
+        "--calibrate", type=Path, metavar="FILE", help="lines of text that fixed scales of inputs are measured on"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
@@ -46,11 +49,12 @@ def run(args: argparse.Namespace) -> int:
         raise CheckpointError(f"{out}: is there already; --out is a folder that is not")
     if not out.parent.is_dir():
         raise CheckpointError(f"{out}: there is no folder {out.parent}")
+    lines = _lines(args.calibrate) if args.calibrate else None
     partial = out.with_name(f"{out.name}.partial")
     partial.mkdir()
     try:
         with Bar("quantizing") as bar:
-            counts = quantize(folder, partial, rules, dialect, bar)
+            counts = quantize(folder, partial, rules, dialect, bar, lines)
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -62,5 +66,14 @@ def run(args: argparse.Namespace) -> int:
         print(
             f"{counts['quantized']} modules in {args.scheme}, {counts['plain']} left as they are, written as {dialect}"
         )
+        if counts.get("filled"):
+            print(f"{counts['filled']} experts that no line reached have the largest scale of those beside them")
         print(f"{before} bytes of tensors before, {after} after: {out}")
     return 0
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"--calibrate {path}: cannot be read as text: {error}") from None

@@ -26,6 +26,7 @@ WRITERS: dict[str, Callable[[Sequence[Rule], list[str]], dict[str, Any]]] = {
     "compressed-tensors": compressed.write,
     "quark": quark.write,
 }
+BY_MODULE = ("modelopt",)  # write each module of a mix
 
 
 def read(name: str, config: Config) -> Quantization:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hal.errors import CheckpointError
-from hal.formats import BLOCK_FP8, SCHEMES, STATIC_FP8, TOKEN_FP8, Quantized, Scheme
+from hal.formats import BLOCK_FP8, NVFP4, SCHEMES, STATIC_FP8, TOKEN_FP8, Quantized, Scheme
 from hal_models.dialects.shared import EVERYTHING, Config, by_scheme, expression, known, kv_cache, listed, shown
-from hal_models.quantization import Quantization, Rule
+from hal_models.quantization import Names, Quantization, Rule
 
 # type, bits, strategy, the size of a group or block, dynamic
 Kind = tuple[Any, ...]
@@ -16,12 +16,15 @@ WEIGHTS: dict[Kind, Quantized] = {
     ("float", 8, "channel", None, False): SCHEMES["fp8_channel"].weight,
     ("float", 8, "tensor", None, False): SCHEMES["fp8_tensor"].weight,
     ("float", 8, "block", (128, 128), False): SCHEMES["fp8_block"].weight,
+    ("float", 4, "tensor_group", 16, False): SCHEMES["nvfp4"].weight,
 }
 INPUTS: dict[Kind, Quantized] = {
     ("float", 8, "token", None, True): TOKEN_FP8,
     ("float", 8, "tensor", None, False): STATIC_FP8,
     ("float", 8, "group", 128, True): BLOCK_FP8,
+    ("float", 4, "tensor_group", 16, "local"): NVFP4,
 }
+WITHIN = Names("weight_packed", input_scale="input_global_scale", within="weight_global_scale", divides=True)
 
 
 def read(name: str, config: Config) -> Quantization:
@@ -39,7 +42,8 @@ def read(name: str, config: Config) -> Quantization:
         scheme = Scheme(_form(f"{where}.weights", group.get("weights"), WEIGHTS), activations)
         for target in listed(where, group, "targets"):
             (every if target == "Linear" else named).append(Rule(EVERYTHING if target == "Linear" else target, scheme))
-    return Quantization("compressed-tensors", (*ignored, *named, *every), kv_cache(config.get("kv_cache_scheme")))
+    rules, kv = (*ignored, *named, *every), kv_cache(config.get("kv_cache_scheme"))
+    return Quantization("compressed-tensors", rules, kv, within=WITHIN)
 
 
 def _form(where: str, entry: Any, forms: Mapping[Kind, Quantized]) -> Quantized:
@@ -47,7 +51,7 @@ def _form(where: str, entry: Any, forms: Mapping[Kind, Quantized]) -> Quantized:
         raise CheckpointError(f"{where}: expected an object, got {entry!r}")
     block = entry.get("block_structure")
     size = tuple(block) if block else entry.get("group_size")
-    kind = (entry.get("type"), entry.get("num_bits"), entry.get("strategy"), size, bool(entry.get("dynamic")))
+    kind = (entry.get("type"), entry.get("num_bits"), entry.get("strategy"), size, entry.get("dynamic") or False)
     if kind not in forms:
         raise CheckpointError(f"{where}: expected {known(forms)}, got {kind}")
     return forms[kind]
@@ -55,17 +59,21 @@ def _form(where: str, entry: Any, forms: Mapping[Kind, Quantized]) -> Quantized:
 
 def write(rules: Sequence[Rule], unquantized: list[str]) -> dict[str, Any]:
     """A group for each scheme."""
+    found = list(by_scheme(rules))
+    forms = {scheme: "nvfp4-pack-quantized" if scheme.weight.scale.within else "float-quantized" for scheme, _ in found}
     groups = {
         f"group_{index}": {
+            "format": forms[scheme],
             "targets": ["Linear" if p == EVERYTHING else f"re:{expression(p)}" for p in patterns],
             "weights": _entry(scheme.weight, WEIGHTS, scheme),
             "input_activations": _entry(scheme.activations, INPUTS, scheme) if scheme.activations else None,
             "output_activations": None,
         }
-        for index, (scheme, patterns) in enumerate(by_scheme(rules))
+        for index, (scheme, patterns) in enumerate(found)
     }
     return {
-        "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups,
+        "quant_method": "compressed-tensors", "config_groups": groups,
+        "format": "mixed-precision" if len(set(forms.values())) > 1 else next(iter(forms.values()), "dense"),
         "ignore": unquantized, "kv_cache_scheme": None, "quantization_status": "compressed",
     }  # fmt: skip
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hal.errors import CheckpointError, UnknownName
 from hal.formats import Scheme
 from hal_models.dialects import read
+from hal_models.fixed_scales import apart
 from hal_models.quantization import Quantization, recipe
 from hal_models.qwen3_5.published import PUBLISHED
 from hal_models.shipped import folder_of, shipped
+
+if TYPE_CHECKING:
+    from hal.runtime import Runtime
 
 Kind = Literal["linear_attention", "full_attention"]
 KINDS = ("linear_attention", "full_attention")
@@ -55,6 +59,19 @@ class Config:
         """How a checkpoint quantizes a module, such as ``layers.0.linear_attn.in_proj_z``."""
         return self.quantization.scheme(module) if self.quantization else None
 
+    def served(self, rt: Runtime) -> Config:
+        """The same with schemes as a runtime has them on its device under its policy."""
+        if self.quantization is None:
+            return self
+        found = self.quantization.changed(rt.served)
+        if rt.policy.input_scales == "maximum":
+            found = replace(found, apart=())
+        return replace(self, quantization=found)
+
+    def inputs(self, module: str) -> int:
+        """Which of several fixed scales of its input a module has."""
+        return self.quantization.inputs(module) if self.quantization else 0
+
     def typed(self, dtype: str | None) -> Config:
         """The same computed in another dtype."""
         return replace(self, dtype=dtype) if dtype else self
@@ -74,7 +91,10 @@ def configure(name: str) -> Config:
         raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: expected an object, got {type(data).__name__}")
-    return parse(name, data, _stops(folder), _quantization(folder))
+    cfg = parse(name, data, _stops(folder), _quantization(folder))
+    if cfg.quantization is None:
+        return cfg
+    return replace(cfg, quantization=replace(cfg.quantization, apart=apart(folder, cfg.quantization)))
 
 
 def quantized(cfg: Config, scheme: str) -> Config:

@@ -83,7 +83,11 @@ class GatedDeltaNet:
         beside = {"qkv": (key, value), "z": (key, value), "b": (share.value_heads,), "a": (share.value_heads,)}
         parts = tuple(
             Projection(
-                part, rows, output, held(cfg.scheme(f"{name}.in_proj_{output}"), *beside[output], columns=cfg.hidden)
+                part,
+                rows,
+                output,
+                held(cfg.scheme(f"{name}.in_proj_{output}"), *beside[output], columns=cfg.hidden),
+                inputs=cfg.inputs(f"{name}.in_proj_{output}"),
             )
             for part, rows, output in widths
         )
@@ -136,6 +140,7 @@ class Attention:
                 "qkv",
                 held(cfg.scheme(f"{name}.{part}_proj"), 2 * width, kv_width, columns=cfg.hidden),
                 copies,
+                cfg.inputs(f"{name}.{part}_proj"),
             )
             for part, rows, copies in (
                 ("q", 2 * width, 1),
@@ -252,6 +257,9 @@ class Qwen35:
     def __init__(self, cfg: Config, rt: Runtime, draft: int = 0) -> None:
         if not 0 <= draft <= MOST_DRAFTS:
             raise HalError(f"draft: expected 0 (none) to {MOST_DRAFTS} tokens, got {draft}")
+        cfg = cfg.served(rt)
+        if cfg.quantization and (kv := cfg.quantization.kv_cache):
+            rt.notes[f"keys and values: kept in {cfg.dtype}, for no kernel has pages in FP8; the file has {kv}"] = None
         self.cfg, self.runtime, self.draft = cfg, rt, draft
         self.shares = share = Shares(cfg, rt.world)
         self.embed = rt.bind(ops.Embed(vocab=share.vocab, hidden=cfg.hidden, dtype=cfg.dtype, world=rt.world), "embed")

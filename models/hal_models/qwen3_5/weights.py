@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hal.errors import CheckpointError, StorageError
+from hal.formats import Scheme
 from hal.layout import Param
 from hal.ops.linear import input_scale
 from hal_models.files import Files
@@ -23,12 +24,13 @@ if TYPE_CHECKING:
 PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 DRAFTS = ("", "model.", "language_model.", "model.language_model.")
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+KV_SCALES = "scales of keys and values in FP8, which are kept in the dtype"
 SKIPPED = {
     "the draft head": r"(model\.|language_model\.|model\.language_model\.)?mtp\.",
     "the vision tower": r"(model\.)?visual\.",
     "rotary frequencies, which are computed": r".*rotary_emb\.inv_freq$",
-    "scales of an input that is not quantized here": r".*\.input_scale$",
-    "scales of keys and values in FP8, which are kept in the dtype": r".*\.([kv]_scale|[kv]_proj\.output_scale)$",
+    "scales of an input that is not quantized here": r".*\.input_(global_)?scale$",
+    KV_SCALES: r".*\.([kv]_scale|[kv]_proj\.output_scale)$",
 }
 Progress = Callable[[int, int, str], None]
 
@@ -42,7 +44,8 @@ class Target:
     at: int | None = None  # an entry of the part's first axis (an expert)
     section: int | None = None  # a section of the part's shard axis
     scale: bool = False  # may be written in other shapes, and is a number above or at zero
-    spread: tuple[int, int] = (1, 1)  # scales that one of the file's becomes, along rows and columns
+    spread: tuple[int, int] | None = None  # of blocks: scales that one of the file's becomes, along rows and columns
+    divides: bool = False  # the file's scale divides: it is turned round
 
     def params(self) -> list[Param]:
         found = {p.name: p for op in self.group.members.values() for p in op.params()}
@@ -89,12 +92,16 @@ def load(model: Qwen35, folder: Path, progress: Progress | None = None) -> Loade
                     if names
                 )
             )  # fmt: skip
-        fixed: dict[tuple[str, str], tuple[str, float]] = {}
+        if names := skipped.get(KV_SCALES):
+            values = [float(_numbers(files, name).max()) for name in names]
+            shown = f"{len(names)} of keys and values, {min(values):g} to {max(values):g}, are not used"
+            model.runtime.notes[f"scales: {shown}: pages hold {model.cfg.dtype}"] = None
+        fixed: dict[tuple[Any, ...], tuple[str, list[float]]] = {}
         for count, name in enumerate(used):
             if progress:
                 progress(count, len(used), name)
             _put(model, files, name, wanted[name])
-            _agree(fixed, name, wanted[name], folder)
+            _agree(model, fixed, name, wanted[name], folder)
         if progress:
             progress(len(used), len(used), "")
     model.runtime.seal()
@@ -132,21 +139,28 @@ def _every(cfg: Config, found: Mapping[str, Target]) -> dict[str, Target]:
 
 def _tensors(cfg: Config, weight: str, target: Target) -> Names:
     """The tensors of a module: its weight, and where that is quantized its scales, as the dialect names them."""
-    scales = tuple(f"{part}_scale" for part in target.parts)
+    scales, wholes = ([f"{part}_{kind}" for part in target.parts] for kind in ("scale", "global"))
     known = {p.name: p for op in target.group.members.values() for p in op.params()}
     if cfg.quantization is None or scales[0] not in known:
         yield weight, target
         return
-    # experts in one tensor have no module of their own
-    dot = "." if weight.endswith(".weight") else "_"
+    # experts in one tensor have no module of their own, and are quantized as each of them is
+    alone = weight.endswith(".weight")
     module = weight.removesuffix(".weight")
-    names = cfg.quantization.names
-    yield (f"{module}.{names.weight}" if dot == "." else weight), target
-    scale = names.scale if dot == "." else names.scale.removeprefix("weight_")
-    spread = _spread(cfg, module, known[target.parts[0]], known[scales[0]])
-    yield f"{module}{dot}{scale}", replace(target, parts=scales, scale=True, spread=spread)
+    scheme = cfg.scheme(module if alone else f"{module.rpartition('.')[0]}.0.gate_proj")
+    assert scheme is not None
+    names = cfg.quantization.named(scheme)
+
+    def name(of: str) -> str:
+        return f"{module}.{of}" if alone else f"{module}_{of.removeprefix('weight_')}"
+
+    yield (name(names.weight) if alone else weight), target
+    spread = _spread(scheme, known[target.parts[0]], known[scales[0]])
+    yield name(names.scale), replace(target, parts=tuple(scales), scale=True, spread=spread)
+    if wholes[0] in known:
+        yield name(names.within), replace(target, parts=tuple(wholes), scale=True, divides=names.divides)
     if (fixed := input_scale(known[target.parts[0]].memory)) in known:
-        yield f"{module}{dot}{names.input_scale}", Target(target.group, (fixed,), scale=True)
+        yield name(names.input_scale), Target(target.group, (fixed,), target.at, scale=True, divides=names.divides)
 
 
 def drafting(model: Qwen35, files: Files) -> dict[str, Target]:
@@ -184,12 +198,10 @@ def _layer(model: Qwen35, layer: Layer, files: Files, name: str) -> dict[str, Ta
 Names = Iterator[tuple[str, Target]]
 
 
-def _spread(cfg: Config, module: str, weight: Param, scale: Param) -> tuple[int, int]:
+def _spread(scheme: Scheme, weight: Param, scale: Param) -> tuple[int, int] | None:
     """Scales that one of the file's becomes: a share has smaller blocks where the file's do not divide it."""
-    # experts in one tensor are quantized as each of them is
-    scheme = cfg.scheme(module) or cfg.scheme(f"{module.rpartition('.')[0]}.0.gate_proj")
-    if scheme is None or scheme.weight.scale.block is None:
-        return 1, 1
+    if scheme.weight.scale.block is None:
+        return None
     (rows, columns), block = weight.shape[-2:], scheme.weight.scale.block
     return block[0] * scale.shape[-2] // rows, block[1] * scale.shape[-1] // (columns * scheme.weight.packs)
 
@@ -237,16 +249,32 @@ def _experts(mlp: Group, experts: int, fused: bool) -> Names:
         yield f"experts.{e}.down_proj.weight", Target(mlp, ("experts_down",), e)
 
 
-def _agree(fixed: dict[tuple[str, str], tuple[str, float]], name: str, target: Target, folder: Path) -> None:
-    """Raise CheckpointError where two tensors fix the scale of one input differently."""
+def _agree(
+    model: Qwen35, fixed: dict[tuple[Any, ...], tuple[str, list[float]]], name: str, target: Target, folder: Path
+) -> None:
+    """Raise CheckpointError where two tensors fix the scale of one input differently, or take the larger one."""
+    import torch
+
     part = target.parts[0]
     if not part.startswith("input_scale"):
         return
-    value = float(target.group.storages[part].read())  # type: ignore[arg-type]
-    other, before = fixed.setdefault((target.group.name, part), (name, value))
-    if value != before:
-        text = f"expected {before:g}, the scale of the same input as {other}, got {value:g}"
-        raise CheckpointError(f"{folder}: {name}: {text}")
+    held: torch.Tensor = target.group.storages[part].read()  # type: ignore[assignment]
+    values = held.tolist() if target.at is None else [float(held[target.at])]
+    key = (target.group.name, part, target.at)
+    other, before = fixed.setdefault(key, (name, values))
+    if values == before:
+        return
+    if model.runtime.policy.input_scales != "maximum":
+        first = next(pair for pair in zip(values, before, strict=True) if pair[0] != pair[1])
+        text = f"expected {first[1]:g}, the scale of the same input as {other}, got {first[0]:g}"
+        raise CheckpointError(f"{folder}: {name}: {text}; HAL_INPUT_SCALES=maximum takes the largest")
+    largest = [max(pair) for pair in zip(values, before, strict=True)]
+    fixed[key] = (other, largest)
+    at = () if target.at is None else (target.at,)
+    whole = torch.tensor(largest, device=held.device)
+    target.group.storages[part].put(part, whole if target.at is None else whole[0], at)
+    text = f"input scales: {target.group.name}: {part} is the largest of several (HAL_INPUT_SCALES=maximum)"
+    model.runtime.notes[text] = None
 
 
 def _same(files: Files, name: str, other: str, folder: Path) -> None:
@@ -263,8 +291,11 @@ def _put(model: Qwen35, files: Files, name: str, target: Target) -> None:
     # a convolution is written [channels, 1, width] or [channels, width]
     flat = (shape[0], shape[2]) if len(shape) == 3 and shape[1] == 1 and len(params[0].shape) == 2 else shape
     whole = [_whole(p, target, world) for p in params]
+    if whole[0] == ():  # one number
+        target.group.storages[params[0].memory].put(params[0].name, _scales(files, name, (), target), (target.at or 0,))
+        return
     expected = (sum(s[0] for s in whole), *whole[0][1:])
-    scales = _scales(files, name, expected, target.spread) if target.scale else None
+    scales = _scales(files, name, expected, target) if target.scale else None
     if flat != expected and scales is None:
         raise CheckpointError(f"{files.folder}: {name}: expected {list(expected)}, got {list(shape)}")
     row = 0
@@ -285,32 +316,44 @@ def _put(model: Qwen35, files: Files, name: str, target: Target) -> None:
         row += size[0]
 
 
-def _scales(files: Files, name: str, expected: tuple[int, ...], spread: tuple[int, int]) -> torch.Tensor:
+def _scales(files: Files, name: str, expected: tuple[int, ...], target: Target) -> torch.Tensor:
     """Scales in the shape that the parts have.
 
-    Files write those of rows as ``[n]``, ``[n, 1]``, or one for all as ``[1]`` or ``[]``; those of blocks
-    are repeated for the smaller blocks of a share.
+    Files write those of rows as ``[n]``, ``[n, 1]``, or one for all as ``[1]`` or ``[]``, of experts one for
+    each, or for each of the matrices beside each other; those of blocks are repeated for the smaller blocks of a share.
     """
+    shape, found = files.shape(name), _numbers(files, name)
+    if target.divides:
+        if (found == 0).any():
+            raise CheckpointError(f"{files.folder}: {name}: expected scales to divide by, got 0")
+        found = 1 / found.float()
+    if target.spread:
+        whole = (*expected[:-2], *(-(-size // n) for size, n in zip(expected[-2:], target.spread, strict=True)))
+        if shape != whole:
+            raise CheckpointError(f"{files.folder}: {name}: expected {list(whole)}, got {list(shape)}")
+        found = found.repeat_interleave(target.spread[0], -2).repeat_interleave(target.spread[1], -1)
+        return found[tuple(slice(size) for size in expected)]
+    if found.numel() == 1:
+        return found.reshape(()).expand(expected)
+    if len(expected) == 2 and shape[:1] == expected[:1] and expected[1] % (each := found.numel() // shape[0]) == 0:
+        return found.reshape(expected[0], each).repeat_interleave(expected[1] // each, 1)
+    if shape not in (expected, (*expected, 1)):
+        raise CheckpointError(f"{files.folder}: {name}: expected {list(expected)}, got {list(shape)}")
+    return found.reshape(expected)
+
+
+def _numbers(files: Files, name: str) -> torch.Tensor:
+    """Scales as they are written. Errors: CheckpointError for one that is no number of 0 or more."""
     import torch
 
-    shape, found = files.shape(name), files.read(name)
+    found = files.read(name)
     if found.dtype == torch.float8_e8m0fnu:  # the same bytes under another name
         found = found.view(torch.uint8)
     odd = found == 255 if found.dtype == torch.uint8 else ~(torch.isfinite(found.float()) & (found.float() >= 0))
     if odd.any():
         first = found[odd].flatten()[0].float().item()
         raise CheckpointError(f"{files.folder}: {name}: expected scales that are numbers of 0 or more, got {first:g}")
-    if len(expected) > 1:
-        whole = tuple(-(-size // times) for size, times in zip(expected, spread, strict=True))
-        if shape != whole:
-            raise CheckpointError(f"{files.folder}: {name}: expected {list(whole)}, got {list(shape)}")
-        found = found.repeat_interleave(spread[0], 0).repeat_interleave(spread[1], 1)
-        return found[tuple(slice(size) for size in expected)]
-    if found.numel() == 1:
-        return found.reshape(1).expand(expected)
-    if shape not in (expected, (*expected, 1)):
-        raise CheckpointError(f"{files.folder}: {name}: expected {list(expected)}, got {list(shape)}")
-    return found.reshape(expected)
+    return found
 
 
 def _whole(param: Param, target: Target, world: int) -> tuple[int, ...]:

@@ -66,19 +66,24 @@ def linear(site: Site) -> Call:
     return lambda x: torch.nn.functional.linear(x, weight)
 
 
+def widened(site: Site) -> Callable[[], Tensor]:
+    """The real values of a quantized weight in float32, made at each call."""
+    weight, scale = site.weight("weight", Packed()), site.weight("weight_scale")
+    within = site.weight("weight_global") if "weight_global" in site.storages else None
+    return lambda: real(weight, scale, site.op.weight, torch.float32, within)
+
+
 def linear_quantized(site: Site) -> Call:
     """Real values of both factors, in float32."""
-    scheme, weight, scale = site.op.scheme, site.weight("weight", Packed()), site.weight("weight_scale")
-    out = getattr(torch, site.op.dtype)
+    form, weight, out = site.op.scheme.activations, widened(site), getattr(torch, site.op.dtype)
 
     def run(x: Encoded) -> Tensor:
-        factors = decode(x, scheme.activations, torch.float32), real(weight, scale, scheme.weight, torch.float32)
-        return torch.nn.functional.linear(*factors).to(out)
+        return torch.nn.functional.linear(decode(x, form, torch.float32), weight()).to(out)
 
     return run
 
 
 def linear_widened(site: Site) -> Call:
     """The weight in float32 at each call."""
-    form, weight, scale = site.op.weight, site.weight("weight", Packed()), site.weight("weight_scale")
-    return lambda x: torch.nn.functional.linear(x.float(), real(weight, scale, form, torch.float32)).to(x.dtype)
+    weight = widened(site)
+    return lambda x: torch.nn.functional.linear(x.float(), weight()).to(x.dtype)

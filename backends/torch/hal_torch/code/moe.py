@@ -97,23 +97,27 @@ class _Rounded:
         self.form, self.scheme = scheme.weight if scheme else None, scheme
         names = [f"{name}_{half}" for half in ("gate_up", "down")]
         self.weights = [site.weight(n, Packed()) for n in names]
-        self.scales = [site.weight(f"{n}_scale", Packed()) if scheme else None for n in names]
-        memories = [f"input_scale_{n}" for n in names]
-        self.inputs = [site.weight(m) if m in site.storages else None for m in memories]
+        self.scales = [_held(site, f"{n}_scale") for n in names]
+        self.wholes = [_held(site, f"{n}_global") for n in names]
+        self.inputs = [_held(site, f"input_scale_{n}") for n in names]
 
     def __call__(self, x: Tensor, expert: int | None = None) -> Tensor:
         wide = self._product(0, x, expert).to(x.dtype)
         return self._product(1, activated(wide), expert)
 
     def _product(self, half: int, x: Tensor, expert: int | None) -> Tensor:
-        weight, scale = self.weights[half], self.scales[half]
-        if expert is not None:
-            weight, scale = weight[expert], None if scale is None else scale[expert]
-        if self.form is None or scale is None:
-            wide_weight = weight.float()
-        else:
-            wide_weight = real(weight, scale, self.form, torch.float32)
+        weight, scale, whole, fixed = (
+            held if held is None or expert is None else held[expert]
+            for held in (self.weights[half], self.scales[half], self.wholes[half], self.inputs[half])
+        )
+        wide_weight: Tensor = weight
+        if self.form is not None and scale is not None:
+            wide_weight = real(weight, scale, self.form, torch.float32, whole)
         wide, form = x.float(), self.scheme.activations if self.scheme else None
         if form is not None:
-            wide = decode(encode(wide, form, self.inputs[half]), form, torch.float32)
-        return linear(wide, wide_weight)
+            wide = decode(encode(wide, form, None if fixed is None else fixed.reshape(1)), form, torch.float32)
+        return linear(wide, wide_weight.float())
+
+
+def _held(site: Site, memory: str) -> Any:
+    return site.weight(memory, Packed()) if memory in site.storages else None
