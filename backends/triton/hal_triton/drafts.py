@@ -99,13 +99,18 @@ class TritonAttentionVerify(PagedAttention, Kernel[AttentionVerify]):
     def settings(self, op: AttentionVerify, device: Device) -> Mapping[str, Any]:
         wide = roomy(op, device)
         group, rows = next_power_of_2(op.heads // op.kv_heads), next_power_of_2(op.queries)
+        rows = max(rows, 16 // group)
+        block = 32 if wide or dtype(op.dtype).bits <= 16 else 16
+        lanes = device.value("wave_size") or 32
+        # sums that a thread holds: 64, and twice as many where it has twice the registers, on gfx9
+        waves = group * rows * op.head_dim // (2 * lanes * lanes)
         return {
             "GROUP_BLOCK": group,
-            "ROWS": max(rows, 16 // group),
-            "BLOCK_N": 32 if wide or dtype(op.dtype).bits <= 16 else 16,
+            "ROWS": rows,
+            "BLOCK_N": min(block, archs.of("attention_decode", device).get("BLOCK_N", block)),
             "programs": WAVES * (device.value("compute_units") or 64),
             "most_splits": MOST_SPLITS,
-            "num_warps": 4,
+            "num_warps": min(16, max(4, next_power_of_2(waves))),
             "num_stages": 3 if wide else 1,
             "PDL": overlaps(device),
         }
