@@ -552,6 +552,8 @@ def test_what_cannot_be_quantized_says_so(tmp_path: Path, capsys: pytest.Capture
     assert "got none" in says("tiny-dense", "--scheme", "nvfp4", "--out", new, "--calibrate", empty)
     (tmp_path / "empty.txt").unlink()
     again = str(written["dense", "fp8_channel"])
+    nothing = ("--scheme", "fp8_channel", "--exclude", "*", "--out", new)
+    assert "fp8_channel quantizes none of its" in says("tiny-dense", *nothing)
     assert "is quantized already" in says(again, "--scheme", "fp8_channel", "--out", new)
     assert list(tmp_path.iterdir()) == []
 

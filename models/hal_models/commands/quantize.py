@@ -55,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         with Bar("quantizing") as bar:
             counts = quantize(folder, partial, rules, dialect, bar, lines)
+        if not counts["quantized"]:
+            raise CheckpointError(f"{folder}: {args.scheme} quantizes none of its {counts['plain']} projections")
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
