@@ -94,7 +94,7 @@ def test_a_compiler_that_dies_is_an_error_and_the_next_job_goes_on(
 
 
 def test_a_row_is_known_by_its_sources_and_arguments() -> None:
-    (job, other), function = [j for j in jobs("gfx942") if j.launch.function == "prefill_kernel"][:2], "_attend"
+    (job, other), function = [j for j in jobs("gfx942") if j.launch.function == "prefill_kernel"][:2], "attend"
     assert job.key != other.key
     assert digest(job.launch) == job.key
     from hal_triton.code import attention
