@@ -1,4 +1,4 @@
-"""Committed reports of other formats as evidence: ``python ci/evidence.py REPORT [--date DAY] --out FOLDER``.
+"""Committed reports of other formats as evidence: ``python ci/evidence.py REPORT --date DAY --out FOLDER``.
 
 REPORT is what ``bench/results/verify-*.json`` hold (one device) or ``ci/compiled/triton-*.json`` (a file for
 each architecture). Nothing is rewritten. ``--date``: the day of the run, which neither of them states.

@@ -58,12 +58,10 @@ Statement = tuple[str, str]  # site and what is true there
 Table = dict[Statement, set[Plan]]
 
 
+@cache
 def registry() -> Registry:
     """The kernels that may run on AMD."""
-    found = Registry()
-    for backend in (hal.composed.backend, hal_torch.backend, hal_triton.backend, hal_rocm.backend):
-        found.add_backend(backend)
-    return found
+    return Registry.of(hal.composed.backend, hal_torch.backend, hal_triton.backend, hal_rocm.backend)
 
 
 @cache
@@ -98,7 +96,7 @@ def statements(line: Line) -> Iterator[Statement]:
         if padded := padding(choice):
             yield site, padded
         worst = max(TIERS.index(piece.kernel.tier) for piece in choice.pieces)
-        tiers = {kernel.name: TIERS.index(kernel.tier) for kernel in AMD.kernels(type(choice.op))}
+        tiers = {kernel.name: TIERS.index(kernel.tier) for kernel in registry().kernels(type(choice.op))}
         for one in choice.candidates:
             if one.status == "refused" and tiers[one.kernel] <= worst and not one.reason.startswith(KNOWN):
                 yield site, f"not {one.kernel}: {one.reason}"
@@ -170,9 +168,6 @@ def of(device: str, table: Table) -> Table:
     """The statements about one device."""
     kept = {key: {plan for plan in plans_ if plan.device == device} for key, plans_ in table.items()}
     return {key: plans_ for key, plans_ in kept.items() if plans_}
-
-
-AMD = registry()
 
 
 def main(arguments: list[str]) -> int:

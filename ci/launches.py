@@ -90,10 +90,7 @@ class Alone:
 @cache
 def registry() -> Registry:
     """The portable kernels and what they are composed with; vendors' own would stand before them."""
-    found = Registry()
-    for backend in (hal.composed.backend, hal_torch.backend, hal_triton.backend):
-        found.add_backend(backend)
-    return found
+    return Registry.of(hal.composed.backend, hal_torch.backend, hal_triton.backend)
 
 
 def ops(world: int, device: hal.Device, draft: int = 0) -> tuple[Op[..., Any], ...]:

@@ -6,7 +6,6 @@ knows is ``None`` and passes no gate; a fact whose probe failed says why.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from hal.errors import HalError, UnknownName
+from hal.schema import read_object
 
 Value = str | int | float | bool | None
 Source = Literal["probed", "declared", "failed"]
@@ -190,13 +190,7 @@ def load_stack(name: str) -> dict[str, Fact]:
 
 
 def _read(path: Path, schema: str) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise HalError(f"{path}: cannot be read as a {schema} file: {error}") from None
-    if not isinstance(data, dict) or data.get("schema") != schema:
-        got = data.get("schema") if isinstance(data, dict) else type(data).__name__
-        raise HalError(f"{path}: schema is {schema}, got {got!r}")
+    data = read_object(path, schema)
     for key, kind in _PARTS[schema].items():
         if not isinstance(data.get(key), kind):
             raise HalError(f"{path}: {key} is a {kind.__name__}, got {data.get(key)!r}")

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from hal.errors import HalError
+from hal.schema import read_object
 
 if TYPE_CHECKING:
     from hal.conformance import Verdict
@@ -87,7 +88,17 @@ class Evidence:
     note: str = ""
 
 
-def strongest(rows: Iterable[Row]) -> Row | None:
+class OfKind(Protocol):
+    """What has a kind of evidence."""
+
+    @property
+    def kind(self) -> str: ...
+
+
+K = TypeVar("K", bound=OfKind)
+
+
+def strongest(rows: Iterable[K]) -> K | None:
     """The row of the strongest kind, the first of several; None where nothing was seen."""
     seen = [row for row in rows if row.kind in STRENGTH]
     return min(seen, key=lambda row: STRENGTH.index(row.kind), default=None)
@@ -123,16 +134,20 @@ def merged(rows: Iterable[Row]) -> tuple[Row, ...]:
     return tuple(kept[key] for key in sorted(kept))
 
 
+def arch_of(device: Device) -> str:
+    """A device's architecture as files have it: that of any CPU is ``cpu``."""
+    return "cpu" if device.value("vendor") == "cpu" else str(device.value("arch"))
+
+
 def evidence_of(
     device: Device, rows: tuple[Row, ...], fell_back: tuple[FellBack, ...], tests: Suite | None = None, note: str = ""
 ) -> Evidence:
     """A file of today about a device that is here, with the versions of its libraries."""
     from hal.device import LIBRARIES
 
-    arch = "cpu" if device.value("vendor") == "cpu" else str(device.value("arch"))
     stack = {name: str(value) for name, value in device.known().items() if name in LIBRARIES}
     name, day = str(device.value("name") or device.label), date.today().isoformat()
-    return Evidence(name, arch, day, "", stack, rows, fell_back, tests or Suite(), note)
+    return Evidence(name, arch_of(device), day, "", stack, rows, fell_back, tests or Suite(), note)
 
 
 def write(evidence: Evidence, file: Path) -> None:
@@ -157,13 +172,7 @@ def _lines(value: Any) -> str:
 
 def read(file: Path) -> Evidence:
     """A file as it was written. HalError names the file, the entry, what is expected there and what it has."""
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise HalError(f"{file}: cannot be read as a {SCHEMA} file: {error}") from None
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        got = data.get("schema") if isinstance(data, dict) else type(data).__name__
-        raise HalError(f"{file}: schema is {SCHEMA}, got {got!r}")
+    data = read_object(file, SCHEMA)
     try:
         return _evidence({name: value for name, value in data.items() if name != "schema"})
     except HalError as error:

@@ -183,6 +183,11 @@ class Scheme:
             theirs = replace(theirs, block=mine.block)
         return self.weight in (replace(known.weight, scale=scale) for scale in (theirs, theirs.by_rows()))
 
+    @property
+    def fixed(self) -> Quantized | None:
+        """The format of the inputs, where the checkpoint fixes a scale of them."""
+        return self.activations if self.activations and self.activations.scale.fixed else None
+
     def by_rows(self) -> Scheme:
         """The same with a scale for each row of the weight where there was one: rows of several parts then pack."""
         return replace(self, weight=replace(self.weight, scale=self.weight.scale.by_rows()))

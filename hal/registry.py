@@ -29,8 +29,13 @@ class Registry:
     def installed(cls) -> Registry:
         """All backends that entry points name."""
         found, broken = discover()
+        return cls.of(*found, broken=broken)
+
+    @classmethod
+    def of(cls, *backends: Backend, broken: Sequence[Broken] = ()) -> Registry:
+        """These backends and no others; ``broken``: those that could not be had."""
         registry = cls(broken=broken)
-        for backend in found:
+        for backend in backends:
             registry.add_backend(backend)
         return registry
 

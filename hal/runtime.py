@@ -92,10 +92,8 @@ class Runtime:
             return scheme
         if (reason := feature("fp4_e2m1")(self.device)) is None:
             return scheme
-        why = f"rounding them to {form.value} {reason}"
-        self.notes[f"activations: {scheme} takes them as they are: {why}; HAL_ACTIVATIONS=checkpoint rounds them"] = (
-            None
-        )
+        why = f"rounding them to {form.value} {reason}; HAL_ACTIVATIONS=checkpoint rounds them"
+        self.notes[f"activations: {scheme} takes them as they are: {why}"] = None
         return replace(scheme, activations=None)
 
     def bind(

@@ -32,11 +32,8 @@ if TYPE_CHECKING:
 
 def registry() -> Registry:
     """AMD's kernels over the plain ones, and Triton's where they are interpreted: they need that or a GPU."""
-    found = Registry()
     portable = [hal_triton.backend] if INTERPRETED else []
-    for backend in (hal.composed.backend, hal_torch.backend, *portable, hal_rocm.backend):
-        found.add_backend(backend)
-    return found
+    return Registry.of(hal.composed.backend, hal_torch.backend, *portable, hal_rocm.backend)
 
 
 def asked(count: int) -> list[int]:

@@ -62,9 +62,7 @@ def _always(value: Any) -> Any:
 
 def registry(*kernels: type[Kernel[Any]]) -> Registry:
     """The composed and the plain kernels, whatever else is installed, and these."""
-    found = Registry()
-    for backend in (hal.composed.backend, hal_torch.backend):
-        found.add_backend(backend)
+    found = Registry.of(hal.composed.backend, hal_torch.backend)
     for each in kernels:
         found.add(each)
     return found

@@ -49,11 +49,7 @@ def chosen(model: str, runtime: Runtime) -> dict[str, Asked]:
     try:
         build(model, fresh)
     except HalError as error:
-        try:
-            built = elsewhere(model, runtime)
-        except HalError:
-            raise error from None
-        return sites_alone(fresh, built)
+        return sites_alone(fresh, elsewhere(model, runtime, failed=error))
     return {site: (choice.op, choice) for site, choice in sites(fresh).items()}
 
 

@@ -71,7 +71,7 @@ def _problems(
             build(name, runtime, draft=draft)
         except HalError as error:
             # another op of the model may be what fails: this one is asked about by itself
-            if found := decisions_alone(runtime, _elsewhere(name, runtime, error, draft), op, changes, site):
+            if found := decisions_alone(runtime, elsewhere(name, runtime, draft, failed=error), op, changes, site):
                 why = str(error).splitlines()[0]
                 return runtime, found, f"{name}, of which {runtime.device.label} cannot run everything: {why}"
             if model:
@@ -98,14 +98,6 @@ def _changed(
     if not again:
         raise HalError(f"with {settings_text(changes)} nothing that runs has a part {op.title()} any more")
     return again
-
-
-def _elsewhere(name: str, runtime: Runtime, error: HalError, draft: int) -> Runtime:
-    """The model's problems. Raises ``error`` where they cannot be had either."""
-    try:
-        return elsewhere(name, runtime, draft)
-    except HalError:
-        raise error from None
 
 
 def _check_strict(found: list[Decision]) -> None:

@@ -23,14 +23,20 @@ def build(name: str, runtime: Runtime, scheme: str | None = None, draft: int = 0
     family.model(family.quantize(config, scheme) if scheme else config, runtime, draft)
 
 
-def elsewhere(name: str, runtime: Runtime, draft: int = 0) -> Runtime:
-    """A model on the shipped CPU profile under no policy: the problems that it has, whatever serves them."""
+def elsewhere(name: str, runtime: Runtime, draft: int = 0, *, failed: HalError | None = None) -> Runtime:
+    """A model on the shipped CPU profile under no policy: the problems that it has, whatever serves them.
+
+    ``failed``: what it failed with on its own device, raised where it fails here too.
+    """
     from hal.device import load_device
     from hal.policy import Policy
     from hal.runtime import Runtime
 
     built = Runtime(load_device("cpu"), Policy(), runtime.registry, load=False, world=runtime.world)
-    build(name, built, draft=draft)
+    try:
+        build(name, built, draft=draft)
+    except HalError as error:
+        raise failed or error from None
     return built
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from hal.choice import Choice, Piece
 from hal.device import Device, load_device
 from hal.errors import HalError
-from hal.evidence import STRENGTH, Evidence, Row, read
+from hal.evidence import STRENGTH, Evidence, Row, arch_of, read, strongest
 
 SHOWN = (*STRENGTH, "failed")  # from what says most to what says that it is wrong
 COMMITTED = Path(__file__).parents[2] / "ci" / "evidence"
@@ -69,7 +69,7 @@ def _best(part: str, op: str, kernel: str, device: Device, files: Mapping[str, E
         if (row.op, row.kernel) == (op, kernel) and row.kind in SHOWN and _speaks_of(row, evidence, device)
     ]
     newest = sorted(found, key=lambda seen: seen.date, reverse=True)
-    best = min(newest, key=lambda seen: SHOWN.index(seen.kind), default=Seen(part, op, kernel))
+    best = strongest(newest) or Seen(part, op, kernel)
     return next((seen for seen in newest if seen.kind == "failed" and seen.date >= best.date), best)
 
 
@@ -81,17 +81,12 @@ def _stood_in(row: Row) -> str:
 def _speaks_of(row: Row, evidence: Evidence, device: Device) -> bool:
     """Whether a row tells of a device: of its architecture; an interpreter knows none, and tells of all."""
     profile = _stood_in(row)
-    return row.kind == "interpreted" or _arch(device) == (_of_profile(profile) if profile else evidence.arch)
-
-
-def _arch(device: Device) -> str:
-    """As evidence files write it: any CPU is ``cpu``."""
-    return "cpu" if device.value("vendor") == "cpu" else str(device.value("arch"))
+    return row.kind == "interpreted" or arch_of(device) == (_of_profile(profile) if profile else evidence.arch)
 
 
 @cache
 def _of_profile(name: str) -> str:
     try:
-        return _arch(load_device(name))
+        return arch_of(load_device(name))
     except HalError:
         return ""

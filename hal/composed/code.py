@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hal.kernel import Site
@@ -65,16 +65,14 @@ def _opened(opening: Call, value: Call) -> Call:
     return run
 
 
-def in_proj(site: Site) -> Call:
-    """A product for each group of parts, its columns cut to the outputs."""
-    groups = part_groups(site.op.parts)
-    norm, gemms = site.parts["norm"], [site.parts[f"gemm{group.suffix}"] for group in groups]
-    # names of outputs, in the order that the products give them
-    made = [dict.fromkeys(p.output for p in group.parts) for group in groups]
-    outputs = site.op.outputs()
+def _grouped(
+    site: Site, made: Sequence[Mapping[str, int]], wanted: Iterable[str], joined: Callable[[list[Any]], Any]
+) -> Call:
+    """A product for each group of parts: ``made``, columns by name as it gives them; ``wanted``: the order of names."""
+    norm, gemms = site.parts["norm"], [site.parts[f"gemm{group.suffix}"] for group in part_groups(site.op.parts)]
     order = [name for names in made for name in names]
-    places = [order.index(name) for name in outputs]
-    cuts = [[outputs[name] for name in names] for names in made]
+    places = [order.index(name) for name in wanted]
+    cuts = [list(names.values()) for names in made]
     several = isinstance(norm.choice.op.out, tuple)
 
     def run(partial: Any, residual: Any) -> Any:
@@ -83,9 +81,16 @@ def in_proj(site: Site) -> Call:
         found: list[Any] = []
         for gemm, x, widths in zip(gemms, values, cuts, strict=True):
             found += gemm(x).split(widths, 1)
-        return tuple(found[place] for place in places), residual
+        return joined([found[place] for place in places]), residual
 
     return run
+
+
+def in_proj(site: Site) -> Call:
+    """A product for each group of parts, its columns cut to the outputs."""
+    outputs = site.op.outputs()
+    made = [{p.output: outputs[p.output] for p in group.parts} for group in part_groups(site.op.parts)]
+    return _grouped(site, made, outputs, tuple)
 
 
 def norm_linear(site: Site) -> Call:
@@ -96,22 +101,8 @@ def norm_linears(site: Site) -> Call:
     """A product for each group of parts, put side by side in the order of the parts."""
     import torch
 
-    groups = part_groups(site.op.parts)
-    norm, gemms = site.parts["norm"], [site.parts[f"gemm{group.suffix}"] for group in groups]
-    cuts = [[p.rows for p in group.parts] for group in groups]
-    order = [p.name for group in groups for p in group.parts]
-    places = [order.index(p.name) for p in site.op.parts]
-    several = isinstance(norm.choice.op.out, tuple)
-
-    def run(partial: Any, residual: Any) -> Any:
-        value, residual = norm(partial, residual)
-        values = value if several else (value,) * len(gemms)
-        found: list[Any] = []
-        for gemm, x, widths in zip(gemms, values, cuts, strict=True):
-            found += gemm(x).split(widths, 1)
-        return torch.cat([found[place] for place in places], 1), residual
-
-    return run
+    made = [{p.name: p.rows for p in group.parts} for group in part_groups(site.op.parts)]
+    return _grouped(site, made, [p.name for p in site.op.parts], lambda found: torch.cat(found, 1))
 
 
 def norm_gate_up(site: Site) -> Call:

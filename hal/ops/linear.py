@@ -101,7 +101,7 @@ def input_params(scheme: Scheme | None, memory: str = "weight", count: int = 1) 
 
     Where the scheme has blocks under a global scale, it is that one. ``count``: of experts, one each.
     """
-    if scheme is None or scheme.activations is None or not scheme.activations.scale.fixed:
+    if scheme is None or not scheme.fixed:
         return ()
     name = input_scale(memory)
     return (Param(name, (count,), "float32", name, init=(0.1, 0.0)),)  # made-up inputs stay below its limit

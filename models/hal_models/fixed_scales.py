@@ -26,8 +26,7 @@ def apart(folder: Path, quantization: Quantization) -> tuple[tuple[str, int], ..
             if not found:
                 continue
             scheme = quantization.scheme(f"{found[1]}{found[2]}")
-            form = scheme.activations if scheme else None
-            if form and form.scale.fixed and (value := files.read(name)).numel() == 1:
+            if scheme and scheme.fixed and (value := files.read(name)).numel() == 1:
                 scales.setdefault(f"{found[1]}{scheme}", {})[bare(f"{found[1]}{found[2]}")] = float(value)
     return tuple(
         (module, number)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hal.errors import CheckpointError
-from hal.formats import Quantized, Scheme
 from hal_models.calibration import calibrate
 from hal_models.dialects import BY_MODULE, read, written
 from hal_models.encoding import encoded
@@ -44,7 +43,7 @@ def quantize(
     become modules of their own, as all dialects have them. Errors: CheckpointError for a checkpoint that is
     quantized already, and for fixed scales without lines; UnknownName for a dialect.
     """
-    fixed = [str(r.scheme) for r in rules if r.scheme and fixed_form(r.scheme)]
+    fixed = [str(r.scheme) for r in rules if r.scheme and r.scheme.fixed]
     if fixed and lines is None:
         text = (
             "fixes the scale of inputs, which needs lines of text to be run through the checkpoint (--calibrate FILE)"
@@ -75,7 +74,7 @@ def quantize(
                 output.add(f"{module}.{names.scale}", scale)
                 if within is not None:
                     output.add(f"{module}.{names.within}", (1 / within).reshape(1) if names.divides else within)
-                if calibration and (form := fixed_form(scheme)):
+                if calibration and (form := scheme.fixed):
                     found = calibration.scale(bare(module), form)
                     output.add(f"{module}.{names.input_scale}", (1 / found).reshape(1) if names.divides else found)
     mixed = len({r.scheme for r in chosen}) > 1 and dialect in BY_MODULE
@@ -86,12 +85,6 @@ def quantize(
             shutil.copy(path, out / path.name)
     filled = {"filled": len(calibration.filled)} if calibration else {}
     return {"quantized": len(chosen), "plain": len(plain), **filled}
-
-
-def fixed_form(scheme: Scheme) -> Quantized | None:
-    """The format of a scheme's inputs, where the checkpoint fixes a scale of them."""
-    form = scheme.activations
-    return form if form and form.scale.fixed else None
 
 
 def _modules(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -44,15 +44,19 @@ class _Verify(Kernel[Any]):
         return (Tensor(op.dtype), STATIC_FP8)
 
 
-def launch(op: GatedDeltaVerify, device: Device, split: int, stages: int) -> dict[str, Any]:
+def launch(op: GatedDeltaVerify, device: Device, whole: bool) -> dict[str, Any]:
     """Two rows side by side spare exchanges between lanes."""
-    block = min(next_power_of_2(op.value_head_dim), 8)
-    side, waves = min(2, block), 1
+    value = next_power_of_2(op.value_head_dim)
+    block, waves = min(value, 8), 1
+    split, stages = (1, 3) if whole else (value // block, 1)
     if op.queries > ONE_WAVE:
         waves = 4
     elif split == 1:
         waves = archs.of("verify", device).get("num_warps", 1)
-    return {"SPLIT": split, "BV": block, "SIDE": side, "STAGES": stages, "num_warps": waves, "PDL": overlaps(device)}
+    return {
+        "SPLIT": split, "BV": block, "SIDE": min(2, block), "STAGES": stages, "num_warps": waves,
+        "PDL": overlaps(device),
+    }  # fmt: skip
 
 
 @kernel("triton.verify_whole", code=f"{CODE}:verify")
@@ -60,7 +64,7 @@ class VerifyWhole(_Verify, Kernel[GatedDeltaVerify]):
     """A program a sequence and value head: pending tokens, convolution, delta rule of all rows, norm."""
 
     def settings(self, op: GatedDeltaVerify, device: Device) -> Mapping[str, Any]:
-        return launch(op, device, 1, 3)
+        return launch(op, device, whole=True)
 
 
 @kernel("triton.verify_split", code=f"{CODE}:verify")
@@ -80,10 +84,8 @@ class VerifySplit(_Verify, Kernel[GatedDeltaVerify]):
         return (1, op.queries * self._sequences(op, device))
 
     def settings(self, op: GatedDeltaVerify, device: Device) -> Mapping[str, Any]:
-        # one wave a program: what it wrote lies before its count on any device
-        block = min(next_power_of_2(op.value_head_dim), 8)
-        found = launch(op, device, next_power_of_2(op.value_head_dim) // block, 1)
-        return {**found, "sequences": self.rows(op, device)[1]}
+        # one wave where several programs count, so that what it wrote lies before its count; on CUDA more will do
+        return {**launch(op, device, whole=False), "sequences": self.rows(op, device)[1]}
 
     def _sequences(self, op: GatedDeltaVerify, device: Device) -> int:
         units = device.value("compute_units")

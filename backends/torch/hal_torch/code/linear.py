@@ -69,8 +69,13 @@ def linear(site: Site) -> Call:
 def widened(site: Site) -> Callable[[], Tensor]:
     """The real values of a quantized weight in float32, made at each call."""
     weight, scale = site.weight("weight", Packed()), site.weight("weight_scale")
-    within = site.weight("weight_global") if "weight_global" in site.storages else None
+    within = held(site, "weight_global")
     return lambda: real(weight, scale, site.op.weight, torch.float32, within)
+
+
+def held(site: Site, memory: str) -> Any:
+    """The tensor of a memory, packed where it has parts; None where the op has no such memory."""
+    return site.weight(memory, Packed()) if memory in site.storages else None
 
 
 def linear_quantized(site: Site) -> Call:

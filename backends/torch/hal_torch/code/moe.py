@@ -13,6 +13,7 @@ from hal.formats import Scheme
 from hal.kernel import Site
 from hal.layout import Packed
 from hal.ops.formulas import decode, encode, real
+from hal_torch.code.linear import held
 
 Call = Callable[..., Any]
 
@@ -97,9 +98,9 @@ class _Rounded:
         self.form, self.scheme = scheme.weight if scheme else None, scheme
         names = [f"{name}_{half}" for half in ("gate_up", "down")]
         self.weights = [site.weight(n, Packed()) for n in names]
-        self.scales = [_held(site, f"{n}_scale") for n in names]
-        self.wholes = [_held(site, f"{n}_global") for n in names]
-        self.inputs = [_held(site, f"input_scale_{n}") for n in names]
+        self.scales = [held(site, f"{n}_scale") for n in names]
+        self.wholes = [held(site, f"{n}_global") for n in names]
+        self.inputs = [held(site, f"input_scale_{n}") for n in names]
 
     def __call__(self, x: Tensor, expert: int | None = None) -> Tensor:
         wide = self._product(0, x, expert).to(x.dtype)
@@ -107,8 +108,8 @@ class _Rounded:
 
     def _product(self, half: int, x: Tensor, expert: int | None) -> Tensor:
         weight, scale, whole, fixed = (
-            held if held is None or expert is None else held[expert]
-            for held in (self.weights[half], self.scales[half], self.wholes[half], self.inputs[half])
+            memory if memory is None or expert is None else memory[expert]
+            for memory in (self.weights[half], self.scales[half], self.wholes[half], self.inputs[half])
         )
         wide_weight: Tensor = weight
         if self.form is not None and scale is not None:
@@ -117,7 +118,3 @@ class _Rounded:
         if form is not None:
             wide = decode(encode(wide, form, None if fixed is None else fixed.reshape(1)), form, torch.float32)
         return linear(wide, wide_weight.float())
-
-
-def _held(site: Site, memory: str) -> Any:
-    return site.weight(memory, Packed()) if memory in site.storages else None
