@@ -231,6 +231,10 @@ PEERS: Mapping[str, Mapping[str, Callable[[Any], Calls]]] = {
         "flashinfer, update alone": _delta_updates,
         "sglang, whole core": partial(peers_sglang.cores, found),
     },
+    "GatedDeltaVerify": {
+        "sglang, states of each token, commit": partial(peers_sglang.verifications, found, ring=False),
+        "sglang, ring, fold": partial(peers_sglang.verifications, found, ring=True),
+    },
     "MoE": {"sglang, routed experts alone": partial(peers_sglang.experts, found)},
 }
 

@@ -52,6 +52,80 @@ def cores(found: Find, problem: Any) -> Calls:
     return [call(args[0], pools, params) for args, pools, params in steps]
 
 
+def verifications(find: Find, problem: Any, ring: bool) -> Calls:
+    """Its kernels for drafted tokens, on copies of the state: convolution, update, gated norm, and the commit.
+
+    The update keeps the state after each token, of which the commit copies one; or with ``ring`` each token's
+    k, v and gates, which the commit folds into the state (a launch a layer here, one for all layers there).
+    """
+    convs, norms = find("sglang.kernels.ops.mamba.causal_conv1d_triton"), find(f"{OPS}.attention.fla.layernorm_gated")
+    updates = find(f"{OPS}.attention.linear.fused_sigmoid_gating_recurrent")
+    folds = find(f"{OPS}.attention.linear.gdn_replayssm_spec_fold")
+    if convs is None or norms is None or updates is None or folds is None:
+        return []
+    op, slots, place = problem.op, problem.batch.slots.clone(), problem.args[0][0][0].device
+    count, tokens, kept = slots.numel(), op.queries, op.conv_width - 1
+    if problem.rows != count * tokens:
+        raise ValueError(f"has {problem.rows} rows: its kernels want {tokens} of each sequence")
+    widths = (op.key_dim, op.key_dim, op.value_dim)
+    heads, sizes = (op.key_heads, op.key_heads, op.value_heads), (op.key_head_dim, op.key_head_dim, op.value_head_dim)
+    lines = torch.arange(count, device=place, dtype=torch.int32)
+    taken = torch.full((count,), tokens, device=place, dtype=torch.int32)
+    last = torch.arange(count, device=place) * tokens + tokens - 1  # all stand: each costs the same
+    state = (op.value_heads, op.value_head_dim, op.key_head_dim)
+
+    def call(projected: tuple[Tensor, ...], pools: tuple[Tensor, ...], params: Any) -> Callable[[], Tensor]:
+        qkv, z, b, a = projected
+        weight = torch.cat([params[f"conv_{part}"] for part in "qkv"])
+        rolled = pools[0].new_zeros(count, op.conv_dim, kept)
+        windows = pools[0].new_zeros(count, tokens, op.conv_dim, kept)
+        delta = pools[-1][:count].clone()
+
+        def zeros(*shape: int, kind: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(shape, device=place, dtype=kind)
+
+        options: dict[str, Any]
+        if ring:
+            rows = (tokens, op.value_head_dim), (tokens, op.key_head_dim)
+            kinds = zeros(count, op.value_heads, *rows[0], kind=qkv.dtype), zeros(
+                count, op.key_heads, *rows[1], kind=qkv.dtype
+            )
+            rings = (*kinds, *(zeros(count, op.value_heads, tokens) for _ in range(2)))
+            names = ("replayssm_rawv", "replayssm_rawk", "replayssm_g", "replayssm_beta")
+            options = {"cache_ring": True, **dict(zip(names, rings, strict=True))}
+        else:
+            every = zeros(count, tokens, *state, kind=delta.dtype)
+            options = {"intermediate_states_buffer": every, "intermediate_state_indices": lines, "cache_steps": tokens}
+
+        def run() -> Tensor:
+            mixed = convs.causal_conv1d_update(
+                qkv.view(count, tokens, -1).transpose(1, 2), rolled, weight, None, "silu", conv_state_indices=lines,
+                intermediate_conv_window=windows, intermediate_state_indices=lines,
+            ).transpose(1, 2).reshape(1, count * tokens, -1)  # fmt: skip
+            parts = mixed.split(widths, -1)
+            q, k, v = (x.unflatten(-1, shape) for x, shape in zip(parts, zip(heads, sizes, strict=True), strict=True))
+            out = updates.fused_sigmoid_gating_delta_rule_update(
+                params["A_log"], a, params["dt_bias"], 1.0, 20.0, q, k, v, b, delta, lines,
+                use_qk_l2norm_in_kernel=True, cu_seqlens=problem.batch.cu_seqlens, disable_state_update=True, **options,
+            )  # fmt: skip
+            if ring:
+                folds.commit_gdn_replayssm_fold_all_layers(
+                    delta[None], *(x[None] for x in rings), lines, taken, tokens, op.key_heads
+                )
+            else:
+                torch.index_select(every.flatten(0, 1), 0, last, out=delta)
+            torch.index_select(windows.flatten(0, 1), 0, last, out=rolled)
+            return norms.rms_norm_gated(
+                x=out.reshape(-1, op.value_head_dim), weight=params["norm"], bias=None,
+                z=z.reshape(-1, op.value_head_dim), eps=op.eps, is_rms_norm=True,
+            )  # fmt: skip
+
+        return run
+
+    steps = zip(problem.args, problem.states, problem.params, strict=True)
+    return [call(args[0], pools, params) for args, pools, params in steps]
+
+
 def launches(folder: Path, op: Any, rows: int, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Its settings for both products: tuned for so many rows where a file of it is there, else its defaults.
 

@@ -191,6 +191,7 @@ class AttentionVerify(Attention):
             Case("ragged", op, (4, 1, 0, 3, 2), (0, 13, 5, 4, 33), (2, 0, 1, 4, 3), mode="verify"),
             Case("one kv head", replace(op, kv_heads=1), (3, 2), (3, 8), (0, 1), mode="verify"),
             Case("eight", replace(op, queries=8), (8, 5, 1), (3, 0, 30), (0, 1, 2), mode="verify"),
+            Case("a block of keys ends among the rows", op, (4, 4, 2), (14, 30, 63), (0, 1, 2), mode="verify"),
             Case("padding", op, (2, 3, 4), (3, 0, 1), (0, -1, 1), mode="verify"),
             Case("no rows", op, (), (), (), mode="verify"),
             Case("to fp8", replace(op, out=STATIC_FP8), (4, 2), (3, 8), (0, 1), mode="verify"),

@@ -48,8 +48,10 @@ def attend(
         if MASKED:
             scores = tl.where(real[None, :] & (key[None, :] <= position[:, None]), scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        fade = tl.exp2(top - higher)
+        # a row that has seen no key yet, of a split that begins beyond it: its sums stay zero
+        level = tl.where(higher > float("-inf"), higher, 0.0) if MASKED else higher
+        weights = tl.exp2(scores - level[:, None])
+        fade = tl.exp2(top - level)
         total = total * fade + tl.sum(weights, 1)
         mixed = tl.dot(weights.to(v.dtype), v, mixed * fade[:, None], input_precision="ieee")
         top = higher
