@@ -68,7 +68,7 @@ def linear(site: Site) -> Call:
 
 def widened(site: Site) -> Callable[[], Tensor]:
     """The real values of a quantized weight in float32, made at each call."""
-    weight, scale = site.weight("weight", Packed()), site.weight("weight_scale")
+    weight, scale = site.weight("weight", Packed()), site.weight("weight_scale", Packed())
     within = held(site, "weight_global")
     return lambda: real(weight, scale, site.op.weight, torch.float32, within)
 
