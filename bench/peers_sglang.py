@@ -79,7 +79,7 @@ def verifications(find: Find, problem: Any, ring: bool) -> Calls:
         weight = torch.cat([params[f"conv_{part}"] for part in "qkv"])
         rolled = pools[0].new_zeros(count, op.conv_dim, kept)
         windows = pools[0].new_zeros(count, tokens, op.conv_dim, kept)
-        delta = pools[-1][:count].clone()
+        delta = pools[1][:count].clone()
 
         def zeros(*shape: int, kind: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(shape, device=place, dtype=kind)

@@ -153,15 +153,22 @@ def _size(op: Op[..., Any]) -> int:
 
 
 def _launches(runtime: hal.Runtime, kernel: Kernel[Any], op: Op[..., Any]) -> Iterator[Launch]:
+    """Of its least and most rows; of powers of two between, those whose constants are others."""
     least, most = kernel.rows(op, runtime.device)
-    for rows in sorted({least, min(most or MANY, MANY)}):
+    most = min(most or MANY, MANY)
+    known: set[str] = set()
+    for rows in (*sorted({least, most}), *(2**n for n in range(MANY.bit_length()) if least < 2**n < most)):
         try:
             made = problem(runtime, op, kernel.name, rows, rotated=0)
         except HalError as error:
             raise HalError(f"{kernel.name} at {rows} rows of {op}: {error}") from error
         with recorded() as launches:
             made.calls[0]()
-        yield from launches
+        for one in launches:
+            constants = f"{one.function} {one.constants}"
+            if rows in (least, most) or constants not in known:
+                yield one
+            known.add(constants)
 
 
 @contextmanager

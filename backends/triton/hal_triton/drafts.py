@@ -13,12 +13,12 @@ from hal.ops import AttentionVerify, GatedDeltaVerify
 from hal.requirement import Reason
 from hal_triton import archs
 from hal_triton.attention import MOST_SPLITS, WAVES, PagedAttention, roomy
-from hal_triton.gated_delta import WAVES as CORE_WAVES
 from hal_triton.gated_delta import sizes_refused
 from hal_triton.needs import TRITON, next_power_of_2, overlaps
 
 CODE = "hal_triton.code.drafts"
 MOST_QUERIES = 8  # a program holds the keys of all rows, and of all that are pending
+PROGRAMS = 8  # of a wave, that a compute unit has room for; a head is split while there are fewer
 ONE_WAVE = 4  # so many in the registers of a wave; the registers of four waves hold more
 
 
@@ -54,7 +54,7 @@ def launch(op: GatedDeltaVerify, device: Device, whole: bool) -> dict[str, Any]:
     elif split == 1:
         waves = archs.of("verify", device).get("num_warps", 1)
     return {
-        "SPLIT": split, "BV": block, "SIDE": min(2, block), "STAGES": stages, "num_warps": waves,
+        "SPLIT": split, "BV": block, "SIDE": min(2, block), "AHEAD": True, "STAGES": stages, "num_warps": waves,
         "PDL": overlaps(device),
     }  # fmt: skip
 
@@ -85,11 +85,12 @@ class VerifySplit(_Verify, Kernel[GatedDeltaVerify]):
 
     def settings(self, op: GatedDeltaVerify, device: Device) -> Mapping[str, Any]:
         # one wave where several programs count, so that what it wrote lies before its count; on CUDA more will do
-        return {**launch(op, device, whole=False), "sequences": self.rows(op, device)[1]}
+        units = device.value("compute_units") or 0
+        return {**launch(op, device, whole=False), "programs": PROGRAMS * units, "most": self._sequences(op, device)}
 
     def _sequences(self, op: GatedDeltaVerify, device: Device) -> int:
         units = device.value("compute_units")
-        return max(1, CORE_WAVES * units // op.value_heads if isinstance(units, int) else 1)
+        return max(1, PROGRAMS * units // (2 * op.value_heads) if isinstance(units, int) else 1)
 
 
 @kernel("triton.attention_verify", code=f"{CODE}:attention")

@@ -23,22 +23,27 @@ Call = Callable[..., Any]
 
 
 def verify(site: Site) -> Call:
-    """SPLIT programs a sequence and value head. Counters, where several share a head, belong to this binding."""
+    """At most SPLIT programs a sequence and value head, and no more in all than ``programs`` while one is left.
+
+    Counters, where several share a head, belong to this binding: for ``most`` sequences.
+    """
     core, op, settings, tail = Core(site), site.op, dict(site.settings), site.layouts["pending"]
     assert isinstance(tail, Tail)
-    most, place = settings.pop("sequences", 0), site.runtime.place
+    programs, most, place = settings.pop("programs", 0), settings.pop("most", 0), site.runtime.place
     counters = torch.zeros((most, op.value_heads), dtype=torch.int32, device=place)
     fixed = {**core.sizes, "TAIL": tail.length, "QUERIES": op.queries, **launched(settings)}
 
     def run(projected: tuple[Tensor, ...], state: tuple[Tensor, Tensor, Tensor], batch: Batch) -> Any:
         out, pools = core.empty(projected), state
+        heads, split = batch.sequences * op.value_heads, 1
         # a flush has no rows and any number of sequences
-        split = settings["SPLIT"] if batch.sequences <= most else 1
-        if programs := batch.sequences * op.value_heads * split:
+        while split < settings["SPLIT"] and batch.sequences <= most and 2 * split * heads <= programs:
+            split *= 2
+        if heads:
             work = torch.empty(
                 (out.shape[0], op.value_heads, 2 * core.sizes["VP"]), dtype=torch.float32, device=place
             )  # fmt: skip
-            verify_kernel[(programs,)](
+            verify_kernel[(heads * split,)](
                 *projected, *(x.stride(0) for x in projected),
                 batch.slots, batch.contexts, batch.accepted, batch.cu_seqlens, *pools, *(x.stride(0) for x in pools),
                 core.weight, *core.small, out, core.scale, op.eps, core.limit, work, counters,

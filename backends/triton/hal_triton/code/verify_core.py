@@ -68,6 +68,18 @@ def against(state, x):
 
 
 @triton.jit
+def coming(state_ptr, tile, error_ptr, here, oldest, accepted, held, in_k,
+           V: tl.constexpr, K: tl.constexpr, QUERIES: tl.constexpr, TAIL: tl.constexpr, LEFT: tl.constexpr):  # fmt: skip
+    """A block of the state, and of the errors of each pending token, for the rows ``here`` that lie inside the head."""
+    mask = ((here < V) & held)[:, None, :, None] & in_k[None, :, None, :]
+    found = (tl.load(state_ptr + tile, mask=mask, other=0.0),)
+    for j in tl.static_range(QUERIES):
+        error = error_ptr + tl.maximum(oldest + j, 0) % TAIL * LEFT + here
+        found = found + (tl.load(error, mask=(here < V) & (j < accepted), other=0.0),)
+    return found
+
+
+@triton.jit
 def finish_rows(
     work_ptr, z_ptr, z_row, norm_ptr, out_ptr, scale_ptr, row, head, count, live, eps, limit,
     HEADS: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, QUERIES: tl.constexpr, KIND: tl.constexpr,
@@ -92,8 +104,8 @@ def verify_kernel(
     weight_ptr, a_log_ptr, dt_bias_ptr, norm_ptr, out_ptr, scale_ptr, eps, limit, work_ptr, counter_ptr,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
     VP: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, TAIL: tl.constexpr, QUERIES: tl.constexpr,
-    ENCODE: tl.constexpr, SPLIT: tl.constexpr, BV: tl.constexpr, SIDE: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    ENCODE: tl.constexpr, SPLIT: tl.constexpr, BV: tl.constexpr, SIDE: tl.constexpr, AHEAD: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid ``[sequences * HEADS * SPLIT]``; ``work [rows, HEADS, 2, VP]`` holds v and o of each row."""
     PART: tl.constexpr = VP // SPLIT
@@ -121,13 +133,19 @@ def verify_kernel(
     tile = at[:, None, :, None] * K + column[None, :, None, :]
     state_ptr += slot * state_slot + head * (V * K) + first * K
     pending_ptr += slot * pending_slot
+    error_ptr = pending_ptr + KEY_HEADS * K + head * V
+    oldest = context - accepted
+    standing = tl.where(live, accepted, 0)
+    if AHEAD:
+        # the state is asked for first: all else is small
+        old = coming(state_ptr, tile, error_ptr, first + at, oldest, standing, held, in_k, V, K, QUERIES, TAIL, LEFT)
 
     # what is pending: keys, and how far each has faded when the last is applied
     keys, decays, fades = (), (), ()
     whole = 0.0
     for j in tl.static_range(QUERIES):
-        stands = live & (j < accepted)
-        left = pending_ptr + tl.maximum(context - accepted + j, 0) % TAIL * LEFT
+        stands = j < standing
+        left = pending_ptr + tl.maximum(oldest + j, 0) % TAIL * LEFT
         keys = keys + (tl.load(left + key_head * K + column, mask=stands & in_k, other=0.0),)
         decays = decays + (tl.load(left + (LEFT - HEADS) + head, mask=stands, other=0.0),)
         whole += decays[j]
@@ -181,13 +199,20 @@ def verify_kernel(
 
     for i in tl.range(BLOCKS, num_stages=STAGES):
         here = first + i * BV + at
+        if AHEAD:
+            block, next_one = old, first + (i + 1) * BV + at
+            old = coming(
+                state_ptr + (i + 1) * (BV * K), tile, error_ptr, next_one, oldest, tl.where(i + 1 < BLOCKS, standing, 0),
+                held & (i + 1 < BLOCKS), in_k, V, K, QUERIES, TAIL, LEFT,
+            )  # fmt: skip
+        else:
+            block = coming(
+                state_ptr + i * (BV * K), tile, error_ptr, here, oldest, standing, held, in_k, V, K, QUERIES, TAIL, LEFT
+            )
         mask = ((here < V) & live)[:, None, :, None] & in_k[None, :, None, :]
-        state = tl.load(state_ptr + i * (BV * K) + tile, mask=mask & held, other=0.0).to(tl.float32) * fade
+        state = block[0].to(tl.float32) * fade
         for j in tl.static_range(QUERIES):
-            left = pending_ptr + tl.maximum(context - accepted + j, 0) % TAIL * LEFT
-            error = left + KEY_HEADS * K + head * V + here
-            error = tl.load(error, mask=(here < V) & live & (j < accepted), other=0.0) * fades[j]
-            state += error[:, None, :, None] * keys[j][None, :, None, :]
+            state += (block[1 + j] * fades[j])[:, None, :, None] * keys[j][None, :, None, :]
         tl.store(state_ptr + i * (BV * K) + tile, state.to(state_ptr.dtype.element_ty), mask=mask)
         errors = ()
         for t in tl.static_range(QUERIES):
