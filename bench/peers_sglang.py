@@ -87,8 +87,9 @@ def verifications(find: Find, problem: Any, ring: bool) -> Calls:
         options: dict[str, Any]
         if ring:
             rows = (tokens, op.value_head_dim), (tokens, op.key_head_dim)
-            kinds = zeros(count, op.value_heads, *rows[0], kind=qkv.dtype), zeros(
-                count, op.key_heads, *rows[1], kind=qkv.dtype
+            kinds = (
+                zeros(count, op.value_heads, *rows[0], kind=qkv.dtype),
+                zeros(count, op.key_heads, *rows[1], kind=qkv.dtype),
             )
             rings = (*kinds, *(zeros(count, op.value_heads, tokens) for _ in range(2)))
             names = ("replayssm_rawv", "replayssm_rawk", "replayssm_g", "replayssm_beta")

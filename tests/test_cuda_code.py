@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 from hal_cuda.code import few_rows, nvrtc
-from hal_cuda.code.gated_delta import Args, decode
+from hal_cuda.code.gated_delta import DecodeArgs, VerifyArgs, decode, verify
 from hal_cuda.few_rows import WIDTHS, tiles
-from hal_cuda.gated_delta import ARCHS, DecodeCluster, DecodeWhole
+from hal_cuda.gated_delta import ARCHS, DecodeCluster, DecodeWhole, Verify
 from recording import record
 
 import hal
 from hal.conformance import Verdict
 from hal.device import profiles
 from hal.formats import STATIC_FP8
-from hal.layout import VK, Ring
-from hal.ops import GatedDeltaDecode
+from hal.layout import VK, Ring, Tail
+from hal.ops import GatedDeltaDecode, GatedDeltaVerify
 
 OP = GatedDeltaDecode(key_heads=2, value_heads=4, key_head_dim=128, value_head_dim=128)
 OPS = {
@@ -31,13 +31,22 @@ OPS = {
     "heads of 64 in bfloat16": replace(OP, key_head_dim=64, value_head_dim=64, state_dtype="bfloat16"),
     "to fp8": replace(OP, out=STATIC_FP8),
 }
+VERIFY = GatedDeltaVerify(key_heads=2, value_heads=4, key_head_dim=128, value_head_dim=128)
+VERIFIED = {
+    "four rows": VERIFY,
+    "two rows": replace(VERIFY, queries=2),
+    "three rows, bfloat16 state": replace(VERIFY, queries=3, state_dtype="bfloat16"),
+    "eight rows": replace(VERIFY, queries=8),
+    "heads of 64": replace(VERIFY, key_head_dim=64, value_head_dim=64, queries=2),
+    "to fp8": replace(VERIFY, out=STATIC_FP8),
+}
 needs_nvrtc = pytest.mark.skipif(
     find_spec("cuda") is None or find_spec("cuda.bindings") is None, reason="cuda-bindings is not installed"
 )
 
 
 def defined(
-    op: GatedDeltaDecode, kernel: Any, device: str, ring: int, monkeypatch: pytest.MonkeyPatch
+    op: GatedDeltaDecode | GatedDeltaVerify, kernel: Any, device: str, ring: int, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[str, dict[str, int]]]:
     """What the kernel's code asks to be compiled for a site of this op, its state aligned and not: file, names."""
     found: list[tuple[str, dict[str, int]]] = []
@@ -58,12 +67,14 @@ def defined(
         "dt_bias": torch.zeros(op.value_heads, dtype=torch.bfloat16),
         "norm": torch.zeros(op.value_head_dim, dtype=torch.bfloat16),
     }
+    queries = getattr(op, "queries", 0)
     site = SimpleNamespace(
-        op=op, settings=kernel.settings(op, facts), layouts={"conv": Ring(ring), "delta": VK()},
+        op=op, settings=kernel.settings(op, facts),
+        layouts={"conv": Ring(ring), "delta": VK(), "pending": Tail(2 * queries)},
         scales={"out": torch.ones(1)}, weight=lambda name, layout=None: weights[name],
         runtime=SimpleNamespace(device=facts),
     )  # fmt: skip
-    run = decode(site)
+    run = verify(site) if queries else decode(site)
     kind = getattr(torch, op.state_dtype)
     wide = torch.zeros(2 * (op.value_dim * op.key_head_dim + 1), dtype=kind)
     odd = wide.as_strided((2, op.value_heads, op.value_head_dim, op.key_head_dim), (
@@ -72,8 +83,10 @@ def defined(
     projected = tuple(
         torch.zeros(1, w, dtype=torch.bfloat16) for w in (op.conv_dim, op.value_dim, op.value_heads, op.value_heads)
     )
-    batch = hal.batch.make_batch("decode", [1], [3], [0])
-    run(projected, (torch.zeros(2, op.conv_dim, ring, dtype=torch.bfloat16), odd), batch)
+    pools = [torch.zeros(2, op.conv_dim, ring, dtype=torch.bfloat16), odd]
+    if isinstance(op, GatedDeltaVerify):
+        pools.append(torch.zeros(2, 2 * queries, op.left))
+    run(projected, tuple(pools), hal.batch.make_batch(op.mode, [1], [3], [0]))
     assert [d["ALIGNED"] for _, d in found] == [1] * (len(found) - 1) + [0]
     return found
 
@@ -86,6 +99,15 @@ def test_the_decode_core_compiles(name: str, kernel: Any, monkeypatch: pytest.Mo
         for file, defines in defined(OPS[name], kernel(), "h200", ring, monkeypatch):
             assert nvrtc.compiled(file, "sm_90", tuple(sorted(defines.items())))
     record("compiled", "h200", Verdict("GatedDeltaDecode", kernel.name, name, "passed"))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("name", VERIFIED)
+def test_the_verify_core_compiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    op = VERIFIED[name]
+    for file, defines in defined(op, Verify(), "h200", op.conv_width - 1 + op.queries, monkeypatch):
+        assert nvrtc.compiled(file, "sm_90", tuple(sorted(defines.items())))
+    record("compiled", "h200", Verdict("GatedDeltaVerify", Verify.name, name, "passed"))
 
 
 @needs_nvrtc
@@ -141,7 +163,10 @@ def test_a_launch_fits_a_multiprocessor_of_any_device() -> None:
                 assert launch["STAGES"] * stage + 2 * 1024 <= small
 
 
-@pytest.mark.parametrize(("file", "given_to"), [("decode_core.cu", Args), ("few_rows.cu", few_rows.Args)])
+@pytest.mark.parametrize(
+    ("file", "given_to"),
+    [("decode_core.cu", DecodeArgs), ("verify_core.cu", VerifyArgs), ("few_rows.cu", few_rows.Args)],
+)
 def test_the_arguments_are_those_that_the_code_reads_in_its_order(file: str, given_to: Any) -> None:
     source = (nvrtc.HERE / file).read_text()
     body = re.search(r"struct Args \{(.*?)\};", source, re.DOTALL)

@@ -1,4 +1,4 @@
-"""Declarations: the decode core of a Gated DeltaNet layer, in CUDA C++."""
+"""Declarations: the cores of a Gated DeltaNet layer, in CUDA C++."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from hal_triton.needs import overlaps
 from hal.device import Device
 from hal.formats import STATIC_FP8, Format, Tensor
 from hal.kernel import Kernel, Rows, Tier, kernel
-from hal.layout import VK, Layout, Ring
+from hal.layout import VK, Layout, Ring, Tail
 from hal.numerics import REASSOCIATED, Numerics
-from hal.ops import GatedDeltaDecode
+from hal.ops import GatedDeltaDecode, GatedDeltaVerify
 from hal.requirement import Reason
 from hal_cuda.needs import cpp, no_bfloat16
 
-CODE = "hal_cuda.code.gated_delta:decode"
+CODE = "hal_cuda.code.gated_delta"
 # clusters, and cvt to bfloat16 of one value: what the file compiles for
 ARCHS = ("sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
 DIMS = (64, 128)
 CONV_WIDTH = 4
 WAVES = 1  # heads a compute unit up to which a head is split
 CROWD = {"float32": 24, "bfloat16": 4}  # heads a compute unit from which they are a crowd, see `launch`
+SPLITS = {4: 1, 2: 2}  # blocks of a verified head, and heads a compute unit up to which it is split so
+MOST_QUERIES = 8
 MOST = 8  # rows of the state that a warp holds: more of them measured no faster
 
 
@@ -51,11 +53,11 @@ def common(op: GatedDeltaDecode, device: Device) -> dict[str, Any]:
     return {"PDL": overlaps(device), "unaligned": launch(op, 1, 4)}
 
 
-class _Decode(Kernel[Any]):
+class _Core(Kernel[Any]):
     tier: ClassVar[Tier] = "fused"
     needs = cpp(*ARCHS)
 
-    def refuses(self, op: GatedDeltaDecode, device: Device) -> Reason | None:
+    def refuses(self, op: Any, device: Device) -> Reason | None:
         if reason := no_bfloat16(op):
             return reason
         if op.value_heads % op.key_heads:
@@ -68,17 +70,19 @@ class _Decode(Kernel[Any]):
             return Reason("op", f"needs conv_width {CONV_WIDTH}; it is {op.conv_width}")
         return None
 
+    def makes(self, op: Any) -> tuple[Format, ...]:
+        return (Tensor(op.dtype), STATIC_FP8)
+
+
+class _Decode(_Core):
     def reads(self, op: GatedDeltaDecode, device: Device) -> Mapping[str, tuple[Layout, ...]]:
         return {"conv": (Ring(CONV_WIDTH),), "delta": (VK(),)}
-
-    def makes(self, op: GatedDeltaDecode) -> tuple[Format, ...]:
-        return (Tensor(op.dtype), STATIC_FP8)
 
     def numerics(self, op: GatedDeltaDecode) -> Numerics:
         return replace(REASSOCIATED, batch_invariant=True)
 
 
-@kernel("cuda.decode_whole", code=CODE)
+@kernel("cuda.decode_whole", code=f"{CODE}:decode")
 class DecodeWhole(_Decode, Kernel[GatedDeltaDecode]):
     """A block a row and value head, of eight warps; of four in a crowd of bfloat16 states."""
 
@@ -91,7 +95,7 @@ class DecodeWhole(_Decode, Kernel[GatedDeltaDecode]):
         return {**found, "more": launch(op, 1, 4 if op.state_dtype == "bfloat16" else 8, crowd=True)}
 
 
-@kernel("cuda.decode_cluster", code=CODE)
+@kernel("cuda.decode_cluster", code=f"{CODE}:decode")
 class DecodeCluster(_Decode, Kernel[GatedDeltaDecode]):
     """A cluster of blocks a row and value head, for few rows; they add up the norm's sum in shared memory."""
 
@@ -106,3 +110,39 @@ class DecodeCluster(_Decode, Kernel[GatedDeltaDecode]):
 
     def settings(self, op: GatedDeltaDecode, device: Device) -> Mapping[str, Any]:
         return {**common(op, device), "more": launch(op, 4, 4)}
+
+
+def verify_launch(op: GatedDeltaVerify, split: int, ahead: bool = False, blocks: int = 1) -> Mapping[str, int]:
+    """``split`` blocks a head, of four warps or fewer; each warp has the sums of whole rows at a time."""
+    part = op.value_head_dim // split
+    least = 16 // (2 if op.queries <= 2 else 4 if op.queries <= 4 else 8)  # rows whose sums fill a warp
+    rows = max(least, min(MOST if not ahead else MOST // 2, part // 4))
+    warps = min(4, part // rows)
+    steps = part // rows // warps
+    return {
+        "SPLIT": split, "WARPS": warps, "ROWS": rows, "AHEAD": int(ahead and steps > 1), "EARLY": int(split > 1),
+        "BLOCKS": blocks,
+    }  # fmt: skip
+
+
+@kernel("cuda.verify", code=f"{CODE}:verify")
+class Verify(_Core, Kernel[GatedDeltaVerify]):
+    """A block a sequence and value head, a cluster of blocks where those are few: all rows from one pass over the state."""
+
+    def refuses(self, op: GatedDeltaVerify, device: Device) -> Reason | None:
+        if op.queries > MOST_QUERIES:
+            return Reason("op", f"needs at most {MOST_QUERIES} rows of a sequence; queries is {op.queries}")
+        return super().refuses(op, device)
+
+    def reads(self, op: GatedDeltaVerify, device: Device) -> Mapping[str, tuple[Layout, ...]]:
+        rings = {"conv": (Ring(op.conv_width - 1 + op.queries),), "pending": (Tail(2 * op.queries),)}
+        return {**rings, "delta": (VK(),)}
+
+    def settings(self, op: GatedDeltaVerify, device: Device) -> Mapping[str, Any]:
+        units = device.value("compute_units")
+        found: dict[str, Any] = {"PDL": overlaps(device), "unaligned": verify_launch(op, 1)}
+        for split, heads in SPLITS.items():
+            if isinstance(units, int) and (most := heads * units // op.value_heads):
+                found[str(most)] = verify_launch(op, split)
+        blocks = 4 if op.queries <= 4 and op.state_dtype == "float32" else 1
+        return {**found, "more": verify_launch(op, 1, ahead=True, blocks=blocks)}

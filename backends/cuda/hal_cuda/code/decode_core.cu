@@ -6,14 +6,10 @@
 // not one of those read, so blocks that share a channel never race. Padding (negative slot) writes
 // nothing but a row of zeros. bfloat16 activations; the state is float32 (WIDE) or bfloat16.
 //
-// The launcher defines KEY_HEADS, HEADS, K, V, RING, SPLIT, WARPS, ROWS, AHEAD, EARLY, WIDE, ENCODE, PDL,
-// BLOCKS (how many run at once on a multiprocessor, at least) and ALIGNED: a lane's part of a row of the
-// state, and a ring of four, can be moved whole.
+// The launcher defines what ``core.cuh`` wants, KEY_HEADS, HEADS, RING, AHEAD, EARLY, PDL and BLOCKS (how many run
+// at once on a multiprocessor, at least). ALIGNED: a ring of four can be moved whole too.
 
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
+#include "core.cuh"
 
 struct Args {
     const u16 *qkv, *z, *b, *a;
@@ -30,86 +26,8 @@ struct Args {
     float eps, limit;
 };
 
-constexpr int THREADS = 32 * WARPS;
-constexpr int PART = V / SPLIT;                // rows of a block
-constexpr int ROW = K * (WIDE ? 4 : 2);        // bytes of a row
-constexpr int STEPS = PART / (WARPS * ROWS);   // that a warp takes, ROWS at a time
-constexpr int EACH = K / 32;                   // elements of a row that a lane holds
-constexpr int WORDS = EACH * (WIDE ? 4 : 2) / 4;  // 32-bit words of a row that a lane holds
 constexpr int SUMS = 2 * ROWS;
-static_assert(PART % (WARPS * ROWS) == 0 && SUMS <= 32 && (WORDS == 1 || WORDS == 2 || WORDS == 4), "sizes");
-
-__device__ __forceinline__ float wide(u32 bits) { return __uint_as_float(bits << 16); }
-
-__device__ __forceinline__ u16 narrow(float x) {
-    u16 bits;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
-    return bits;
-}
-
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
-
-__device__ __forceinline__ float across_warp(float x) {
-#pragma unroll
-    for (int step = 16; step; step /= 2) x += __shfl_xor_sync(~0u, x, step);
-    return x;
-}
-
-// A word of the state wherever it lies: float32 is one, bfloat16 two elements.
-__device__ __forceinline__ u32 one_word(const char* at) {
-    if (WIDE) return *reinterpret_cast<const u32*>(at);
-    const u16* two = reinterpret_cast<const u16*>(at);
-    return two[0] | u32(two[1]) << 16;
-}
-
-__device__ __forceinline__ void one_word(char* at, u32 word) {
-    if (WIDE) {
-        *reinterpret_cast<u32*>(at) = word;
-    } else {
-        u16* two = reinterpret_cast<u16*>(at);
-        two[0] = word & 0xffff, two[1] = word >> 16;
-    }
-}
-
-// A lane's part of one row. Plain on purpose: stores that take no place in L1, or leave L2 first, cost 5 %.
-__device__ __forceinline__ void read(u32 (&row)[WORDS], const char* at) {
-    if constexpr (!ALIGNED)
-        for (int i = 0; i < WORDS; i++) row[i] = one_word(at + 4 * i);
-    else if constexpr (WORDS == 4)
-        asm volatile("ld.global.v4.b32 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(row[0]), "=r"(row[1]), "=r"(row[2]), "=r"(row[3]) : "l"(at));
-    else if constexpr (WORDS == 2)
-        asm volatile("ld.global.v2.b32 {%0,%1}, [%2];" : "=r"(row[0]), "=r"(row[1]) : "l"(at));
-    else
-        asm volatile("ld.global.b32 %0, [%1];" : "=r"(row[0]) : "l"(at));
-}
-
-__device__ __forceinline__ void write(char* at, const u32 (&row)[WORDS]) {
-    if constexpr (!ALIGNED)
-        for (int i = 0; i < WORDS; i++) one_word(at + 4 * i, row[i]);
-    else if constexpr (WORDS == 4)
-        asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};"
-                     :: "l"(at), "r"(row[0]), "r"(row[1]), "r"(row[2]), "r"(row[3]) : "memory");
-    else if constexpr (WORDS == 2)
-        asm volatile("st.global.v2.b32 [%0], {%1,%2};" :: "l"(at), "r"(row[0]), "r"(row[1]) : "memory");
-    else
-        asm volatile("st.global.b32 [%0], %1;" :: "l"(at), "r"(row[0]) : "memory");
-}
-
-__device__ __forceinline__ void unpack(float (&x)[EACH], const u32 (&row)[WORDS]) {
-#pragma unroll
-    for (int i = 0; i < EACH; i++)
-        x[i] = WIDE ? __uint_as_float(row[i]) : i % 2 ? __uint_as_float(row[i / 2] & 0xffff0000u) : wide(row[i / 2]);
-}
-
-__device__ __forceinline__ void pack(u32 (&row)[WORDS], const float (&x)[EACH]) {
-#pragma unroll
-    for (int i = 0; i < WORDS; i++)
-        if (WIDE)
-            row[i] = __float_as_uint(x[i]);
-        else
-            asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(row[i]) : "f"(x[2 * i + 1]), "f"(x[2 * i]));
-}
+static_assert(SUMS <= 32, "sizes");
 
 // What the convolution of a channel reads. Its four taps, and a ring of four cells, are a word of 64 bits each.
 // All that a thread reads is asked for before it writes: a store would hold back the loads that follow it.
@@ -155,49 +73,6 @@ __device__ __forceinline__ void keep(u16* ring, const Channel& c, int channel, i
         ring[at] = c.now;
 }
 
-// Sums across the warp of SUMS values at once: half of them is given away at each step while there are
-// several. Lane l ends with the sum of value l / (32 / SUMS).
-__device__ __forceinline__ float across_warp(float (&x)[SUMS], int lane) {
-    int left = SUMS;
-#pragma unroll
-    for (int step = 16; step; step /= 2) {
-        if (left > 1) {
-            left /= 2;
-            const bool high = lane & step;
-#pragma unroll
-            for (int i = 0; i < SUMS / 2; i++)
-                if (i < left) {
-                    const float given = high ? x[i] : x[i + left];
-                    x[i] = (high ? x[i + left] : x[i]) + __shfl_xor_sync(~0u, given, step);
-                }
-        } else {
-            x[0] += __shfl_xor_sync(~0u, x[0], step);
-        }
-    }
-    return x[0];
-}
-
-__device__ __forceinline__ void put(const Args& p, i64 at, float value) {
-    if (ENCODE) {
-        value = wide(narrow(value)) / *p.scale;
-        value = value > p.limit ? p.limit : value < -p.limit ? -p.limit : value;
-        u16 two;
-        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(two) : "f"(0.0f), "f"(value));
-        static_cast<unsigned char*>(p.out)[at] = two & 255;
-    } else {
-        static_cast<u16*>(p.out)[at] = narrow(value);
-    }
-}
-
-__device__ __forceinline__ u32 shared(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
-
-__device__ __forceinline__ float decay_of(float a, float dt_bias, float a_log) {
-    const float raised = a + dt_bias;
-    return expf(-expf(a_log) * (raised > 20.0f ? raised : log1pf(expf(raised))));
-}
-
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
-
 // ROWS rows of the state, one token on: both reductions are over the old rows. v and o are of these rows.
 __device__ __forceinline__ void step_rows(
     u32 (&tile)[ROWS][WORDS], const float (&q)[EACH], const float (&k)[EACH], float decay, float beta, float product,
@@ -228,7 +103,7 @@ __device__ __forceinline__ void step_rows(
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_core(const __grid_constant__ Args p) {
-    __shared__ float qs[K], ks[K], vs[PART], os[PART], sums[WARPS][3], squares[WARPS], parts[SPLIT];
+    __shared__ float qs[K], ks[K], vs[PART], os[PART], sums[WARPS][3], squares[WARPS], parts[1][SPLIT];
     const int tid = threadIdx.x, lane = tid & 31, warp = tid / 32;
     const int part = blockIdx.x % SPLIT, item = blockIdx.x / SPLIT, head = item % HEADS, first = part * PART;
     const i64 row = item / HEADS;
@@ -236,16 +111,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_core(const 
     const i64 place = row * (HEADS * V) + head * V + first;
     if (SPLIT > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
     if (PDL) {
-        // the state may still be written: it is brought near, no more
-        if (EARLY && ALIGNED && tid == 0 && slot >= 0) {
-            const char* at = p.state + i64(slot) * p.state_slot * (WIDE ? 4 : 2) + (i64(head) * V + first) * ROW;
-            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(at), "n"(PART * ROW) : "memory");
-        }
+        if (EARLY && ALIGNED && tid == 0 && slot >= 0)
+            bring(p.state + i64(slot) * p.state_slot * (WIDE ? 4 : 2) + (i64(head) * V + first) * ROW);
         asm volatile("griddepcontrol.wait;" ::: "memory");
         asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     }
     if (slot < 0) {  // the whole cluster agrees
-        for (int c = tid; c < PART; c += THREADS) put(p, place + c, 0.0f);
+        for (int c = tid; c < PART; c += THREADS) put(p.out, place + c, 0.0f, p.scale, p.limit);
         if (SPLIT > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
         return;
     }
@@ -289,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_core(const 
             zs[i] = wide(p.z[row * p.z_row + head * V + first + c]);
             norms[i] = wide(p.norm[first + c]);
         }
-    const float decay = decay_of(wide(p.a[row * p.a_row + head]), wide(p.dt_bias[head]), p.a_log[head]);
+    const float decay = expf(log_decay(wide(p.a[row * p.a_row + head]), wide(p.dt_bias[head]), p.a_log[head]));
     const float beta = sigmoid(wide(p.b[row * p.b_row + head]));
     float square_q = 0, square_k = 0, product = 0;
 #pragma unroll
@@ -349,24 +221,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_core(const 
     square = across_warp(square);
     if (lane == 0) squares[warp] = square;
     __syncthreads();
-    square = 0;
+    float whole[1] = {0};
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) square += squares[w];
-    if (SPLIT > 1) {
-        asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all have begun: their memory may be written
-        if (tid < SPLIT) {
-            u32 there;
-            asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared(&parts[part])), "r"(tid));
-            asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(there), "f"(square) : "memory");
-        }
-        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-        asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-        square = 0;
-#pragma unroll
-        for (int s = 0; s < SPLIT; s++) square += parts[s];
-    }
-    const float unit = rsqrtf(square / V + p.eps);
+    for (int w = 0; w < WARPS; w++) whole[0] += squares[w];
+    if (SPLIT > 1) across_cluster(whole, parts, part, tid);
+    const float unit = rsqrtf(whole[0] / V + p.eps);
 #pragma unroll
     for (int i = 0, c = tid; i < VALUES; i++, c += THREADS)
-        if (c < PART) put(p, place + c, os[c] * unit * norms[i] * silu(zs[i]));
+        if (c < PART) put(p.out, place + c, os[c] * unit * norms[i] * silu(zs[i]), p.scale, p.limit);
 }

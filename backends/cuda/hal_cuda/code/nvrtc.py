@@ -24,12 +24,12 @@ def _done(answer: tuple[Any, ...], what: str) -> Any:
 
 @cache
 def compiled(file: str, arch: str, defines: tuple[tuple[str, int], ...]) -> bytes:
-    """Machine code of a file beside this one, for an architecture such as ``sm_90``. Errors: HalError with the log."""
+    """Machine code of a file beside this one, which may include others, for an architecture such as ``sm_90``. Errors: HalError with the log."""
     from cuda.bindings import nvrtc
 
     source = (HERE / file).read_bytes()
     program = _done(nvrtc.nvrtcCreateProgram(source, file.encode(), 0, [], []), file)
-    options = [f"--gpu-architecture={arch}".encode(), b"--std=c++17"]
+    options = [f"--gpu-architecture={arch}".encode(), b"--std=c++17", b"-I" + str(HERE).encode()]
     options += [f"-D{name}={value}".encode() for name, value in defines]
     (error,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     if int(error):

@@ -68,9 +68,11 @@ def against(state, x):
 
 
 @triton.jit
-def coming(state_ptr, tile, error_ptr, here, oldest, accepted, held, in_k,
-           V: tl.constexpr, K: tl.constexpr, QUERIES: tl.constexpr, TAIL: tl.constexpr, LEFT: tl.constexpr):  # fmt: skip
-    """A block of the state, and of the errors of each pending token, for the rows ``here`` that lie inside the head."""
+def coming(
+    state_ptr, tile, error_ptr, here, oldest, accepted, held, in_k,
+    V: tl.constexpr, K: tl.constexpr, QUERIES: tl.constexpr, TAIL: tl.constexpr, LEFT: tl.constexpr,
+):  # fmt: skip
+    """A block of the state, and of the errors of each pending token: the rows ``here``, where they lie in the head."""
     mask = ((here < V) & held)[:, None, :, None] & in_k[None, :, None, :]
     found = (tl.load(state_ptr + tile, mask=mask, other=0.0),)
     for j in tl.static_range(QUERIES):
@@ -200,10 +202,10 @@ def verify_kernel(
     for i in tl.range(BLOCKS, num_stages=STAGES):
         here = first + i * BV + at
         if AHEAD:
-            block, next_one = old, first + (i + 1) * BV + at
+            block, more = old, i + 1 < BLOCKS
             old = coming(
-                state_ptr + (i + 1) * (BV * K), tile, error_ptr, next_one, oldest, tl.where(i + 1 < BLOCKS, standing, 0),
-                held & (i + 1 < BLOCKS), in_k, V, K, QUERIES, TAIL, LEFT,
+                state_ptr + (i + 1) * (BV * K), tile, error_ptr, here + BV, oldest, tl.where(more, standing, 0),
+                held & more, in_k, V, K, QUERIES, TAIL, LEFT,
             )  # fmt: skip
         else:
             block = coming(
