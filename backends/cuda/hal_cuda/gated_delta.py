@@ -127,7 +127,7 @@ def verify_launch(op: GatedDeltaVerify, split: int, ahead: bool = False, blocks:
 
 @kernel("cuda.verify", code=f"{CODE}:verify")
 class Verify(_Core, Kernel[GatedDeltaVerify]):
-    """A block a sequence and value head, a cluster of blocks where those are few: all rows from one pass over the state."""
+    """A block a sequence and value head, a cluster of them where those are few; one pass over the state for all rows."""
 
     def refuses(self, op: GatedDeltaVerify, device: Device) -> Reason | None:
         if op.queries > MOST_QUERIES:
