@@ -127,7 +127,7 @@ def verify_launch(op: GatedDeltaVerify, split: int, ahead: bool = False, blocks:
 
 @kernel("cuda.verify", code=f"{CODE}:verify")
 class Verify(_Core, Kernel[GatedDeltaVerify]):
-    """A block a sequence and value head, a cluster of them where those are few; one pass over the state for all rows."""
+    """A block a sequence and value head, a cluster of them where those are few; one pass over the state."""
 
     def refuses(self, op: GatedDeltaVerify, device: Device) -> Reason | None:
         if op.queries > MOST_QUERIES:

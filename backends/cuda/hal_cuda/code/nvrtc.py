@@ -24,7 +24,10 @@ def _done(answer: tuple[Any, ...], what: str) -> Any:
 
 @cache
 def compiled(file: str, arch: str, defines: tuple[tuple[str, int], ...]) -> bytes:
-    """Machine code of a file beside this one, which may include others, for an architecture such as ``sm_90``. Errors: HalError with the log."""
+    """Machine code of a file beside this one, which may include others, for an architecture such as ``sm_90``.
+
+    Errors: HalError with the compiler's log.
+    """
     from cuda.bindings import nvrtc
 
     source = (HERE / file).read_bytes()
