@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from hal_models import PAGE_SIZE
 from hal_models.commands.loading import SHIPPED
 from hal_models.drafted import room
 from hal_models.engine import Engine, Request
@@ -19,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from stepping import model_of
 
 import hal
-from hal.batch import Sampling
+from hal.batch import Sampling, make_batch
 from hal.errors import CheckpointError, HalError
 from hal.fixed import Behind, FixedBatch
 from hal.layout import Ring, Tail
@@ -132,6 +133,36 @@ def test_state_lies_as_drafts_need_it_and_only_with_drafts() -> None:
     assert core.layouts["conv"] == Ring(7)
     assert core.layouts["pending"] == Tail(8)
     assert set(model("dense", 0).layers[0].mixer.core.layouts) & {"pending"} == set()
+
+
+def test_a_flushed_slot_has_the_state_of_its_accepted_tokens() -> None:
+    built, ids = model("dense", 3), [5, 9, 40, 7, 100, 33, 2, 8, 61, 12, 90, 4]
+    states = [built.new_state(3, 4) for _ in range(2)]
+    for pool in (pool for pools in states for layer in pools for pool in layer):
+        pool.fill_(float("nan"))
+
+    def step(which: int, mode: str, tokens: list[int], context: int) -> None:
+        batch = make_batch(mode, [len(tokens)], [context], [1], pages=[[2, 0]], page_size=PAGE_SIZE)
+        built.runtime.begin(batch)
+        built(torch.tensor(tokens), states[which], batch)
+
+    with torch.inference_mode():
+        step(0, "prefill", ids[:8], 0)
+        step(0, "verify", [*ids[8:11], 77], 8)
+        built.flush(states[0], [1], [11], [3])
+        step(1, "prefill", ids[:11], 0)
+        step(1, "decode", [ids[11]], 11)
+        step(0, "decode", [ids[11]], 11)
+    for drafted, decoded in zip(*states, strict=True):
+        if len(drafted) == 3:
+            assert (drafted[1][1] - decoded[1][1]).abs().max() <= 2e-5 * decoded[1][1].abs().max()
+            assert drafted[1][[0, 2]].isnan().all()
+
+
+def test_a_model_that_does_not_draft_has_nothing_to_flush() -> None:
+    plain_model = model_of(SHIPPED / "dense")
+    with pytest.raises(HalError, match="flush: nothing is pending in a model that does not draft"):
+        plain_model.flush(plain_model.new_state(1, 1), [0], [1], [0])
 
 
 def test_the_head_is_shared_and_its_norm_is_not() -> None:

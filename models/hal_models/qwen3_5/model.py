@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from hal import ops
+from hal.batch import make_batch
 from hal.errors import CheckpointError, DivisionError, HalError
 from hal.formats import Scheme, Tensor
 from hal.ops import Projection
@@ -101,6 +102,15 @@ class GatedDeltaNet:
         # what is pending is the verify op's alone
         state = state if batch.mode == "verify" else state[:2]
         return self.out_proj(core(projected, state, batch)), residual
+
+    def flush(self, state: State, batch: Batch) -> None:
+        """Apply what is pending: a verify step of no rows."""
+        import torch
+
+        op: ops.GatedDeltaVerify = self.core.choices["verify"].op
+        widths = (op.conv_dim, op.value_dim, op.value_heads, op.value_heads)
+        kind, place = getattr(torch, op.dtype), batch.slots.device
+        self.core.verify(tuple(torch.empty(0, width, dtype=kind, device=place) for width in widths), state, batch)
 
 
 class Attention:
@@ -290,3 +300,17 @@ class Qwen35:
         for layer, pools in zip(self.layers, state, strict=False):
             partial, residual = layer(partial, residual, pools, batch)
         return partial, residual
+
+    def flush(self, state: list[State], slots: Sequence[int], contexts: Sequence[int], accepted: Sequence[int]) -> None:
+        """Apply to slots what the last verify step left pending, so that their states may be copied or kept.
+
+        ``contexts``: tokens of each, the last ``accepted`` of which are pending. A slot that another sequence is
+        given needs no flush. Errors: HalError for a model that does not draft, and for counts that cannot be.
+        """
+        if not self.draft:
+            raise HalError("flush: nothing is pending in a model that does not draft")
+        batch = make_batch("verify", [0] * len(slots), contexts, slots, accepted=accepted, device=self.runtime.place)
+        self.runtime.begin(batch)
+        for layer, pools in zip(self.layers, state, strict=False):
+            if isinstance(layer.mixer, GatedDeltaNet):
+                layer.mixer.flush(pools, batch)
