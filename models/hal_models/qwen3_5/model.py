@@ -107,7 +107,7 @@ class GatedDeltaNet:
         """Apply what is pending: a verify step of no rows."""
         import torch
 
-        op: ops.GatedDeltaVerify = self.core.choices["verify"].op
+        op: Any = self.core.choices["verify"].op
         widths = (op.conv_dim, op.value_dim, op.value_heads, op.value_heads)
         kind, place = getattr(torch, op.dtype), batch.slots.device
         self.core.verify(tuple(torch.empty(0, width, dtype=kind, device=place) for width in widths), state, batch)
