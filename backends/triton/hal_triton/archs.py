@@ -25,7 +25,7 @@ TABLE: Mapping[str, Mapping[str, Mapping[str, int]]] = {
         "gemm_one": {"BLOCK_N": 2, "num_warps": 1},  # at most
         "moe_down": {"BLOCK_N": 2},
         "gemm_few": {"BLOCK_K": 128},
-        "verify": {"queries": 4, "num_warps": 2},  # at most, at least
+        "verify": {"queries": 4, "BV": 4, "num_warps": 2},  # at most, at most, at least
     },
 }
 

@@ -46,13 +46,13 @@ class _Verify(Kernel[Any]):
 
 def launch(op: GatedDeltaVerify, device: Device, whole: bool) -> dict[str, Any]:
     """Two rows side by side spare exchanges between lanes."""
-    value = next_power_of_2(op.value_head_dim)
-    block, waves = min(value, 8), 1
-    split, stages = (1, 3) if whole else (value // block, 1)
+    value, other = next_power_of_2(op.value_head_dim), archs.of("verify", device)
+    split, stages = (1, 3) if whole else (value // min(value, 8), 1)
+    block, waves = min(value, other.get("BV", 8)), 1
     if op.queries > ONE_WAVE:
         waves = 4
     elif split == 1:
-        waves = archs.of("verify", device).get("num_warps", 1)
+        waves = other.get("num_warps", 1)
     return {
         "SPLIT": split, "BV": block, "SIDE": min(2, block), "AHEAD": True, "STAGES": stages, "num_warps": waves,
         "PDL": overlaps(device),
