@@ -18,7 +18,8 @@ import hal
 from hal.batch import make_batch
 from hal.conformance import verify_kernel
 from hal.layout import StateLayout
-from hal.ops import OPS, GatedDeltaDecode
+from hal.ops import OPS, GatedDeltaDecode, GatedDeltaVerify
+from hal.ops.base import Case
 
 pytestmark = pytest.mark.gpu
 MOST = 33
@@ -55,6 +56,27 @@ def test_kernels_of_aiter_at_sizes_that_it_takes(op: str, name: str, monkeypatch
     asked = cases(op, name, runtime.device)
     monkeypatch.setattr(OPS[op], "cases", classmethod(lambda cls: asked))
     found = list(verify_kernel(runtime, OPS[op], name))
+    assert not [v for v in found if v.status == "failed"]
+    assert [v for v in found if v.status == "passed"], found
+
+
+@pytest.mark.parametrize("queries", [2, 4, 8])
+@pytest.mark.parametrize("kernel", ["cuda.verify", "triton.verify_split", "triton.verify_whole"])
+def test_the_verify_core_with_heads_of_a_model(kernel: str, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every launch that the number of sequences chooses, against the reference: few, some, many."""
+    op = GatedDeltaVerify(key_heads=16, value_heads=32, key_head_dim=128, value_head_dim=128, queries=queries)
+
+    def case(count: int) -> Case:
+        lengths, pending = [
+            [(i * step + at) % (queries + 1) for i in range(count)] for step, at in ((3, queries), (5, 1))
+        ]
+        contexts = [n + i % 3 * 7 for i, n in enumerate(pending)]
+        slots = [(i * 7 + 3) % 37 for i in range(count)]
+        return Case(f"{count} sequences", op, lengths, contexts, slots, mode="verify", accepted=tuple(pending))
+
+    asked = [case(count) for count in (1, 3, 8, 16, 24)]
+    monkeypatch.setattr(GatedDeltaVerify, "cases", classmethod(lambda cls: asked))
+    found = list(verify_kernel(hal.Runtime(), GatedDeltaVerify, kernel))
     assert not [v for v in found if v.status == "failed"]
     assert [v for v in found if v.status == "passed"], found
 

@@ -24,7 +24,6 @@ DIMS = (64, 128)
 CONV_WIDTH = 4
 WAVES = 1  # heads a compute unit up to which a head is split
 CROWD = {"float32": 24, "bfloat16": 4}  # heads a compute unit from which they are a crowd, see `launch`
-SPLITS = {4: 1, 2: 2}  # blocks of a verified head, and heads a compute unit up to which it is split so
 MOST_QUERIES = 8
 MOST = 8  # rows of the state that a warp holds: more of them measured no faster
 
@@ -112,16 +111,15 @@ class DecodeCluster(_Decode, Kernel[GatedDeltaDecode]):
         return {**common(op, device), "more": launch(op, 4, 4)}
 
 
-def verify_launch(op: GatedDeltaVerify, split: int, ahead: bool = False, blocks: int = 1) -> Mapping[str, int]:
-    """``split`` blocks a head, of four warps or fewer; each warp has the sums of whole rows at a time."""
+def verify_launch(op: GatedDeltaVerify, split: int, warps: int, blocks: int = 1) -> Mapping[str, int]:
+    """``split`` blocks a head, of so many warps or fewer: each has the sums of AT_ONCE rows or more at a time."""
     part = op.value_head_dim // split
     least = 16 // (2 if op.queries <= 2 else 4 if op.queries <= 4 else 8)  # rows whose sums fill a warp
-    rows = max(least, min(MOST if not ahead else MOST // 2, part // 4))
-    warps = min(4, part // rows)
-    steps = part // rows // warps
+    rows = max(least, min(4, part // warps))
+    warps = min(warps, part // rows)
     return {
-        "SPLIT": split, "WARPS": warps, "ROWS": rows, "AHEAD": int(ahead and steps > 1), "EARLY": int(split > 1),
-        "BLOCKS": blocks,
+        "SPLIT": split, "WARPS": warps, "ROWS": rows, "AHEAD": int(part > rows * warps), "EARLY": int(blocks < 8),
+        "BLOCKS": blocks if op.queries <= 4 and least <= 4 else 1,
     }  # fmt: skip
 
 
@@ -140,9 +138,9 @@ class Verify(_Core, Kernel[GatedDeltaVerify]):
 
     def settings(self, op: GatedDeltaVerify, device: Device) -> Mapping[str, Any]:
         units = device.value("compute_units")
-        found: dict[str, Any] = {"PDL": overlaps(device), "unaligned": verify_launch(op, 1)}
-        for split, heads in SPLITS.items():
+        found: dict[str, Any] = {"PDL": overlaps(device), "unaligned": verify_launch(op, 1, 4)}
+        # heads a compute unit, as far as measured on an H200: few are split, some have many warps, more are many blocks
+        for heads, launch in ((1, verify_launch(op, 4, 8)), (2, verify_launch(op, 1, 8, blocks=2))):
             if isinstance(units, int) and (most := heads * units // op.value_heads):
-                found[str(most)] = verify_launch(op, split)
-        blocks = 4 if op.queries <= 4 and op.state_dtype == "float32" else 1
-        return {**found, "more": verify_launch(op, 1, ahead=True, blocks=blocks)}
+                found[str(most)] = launch
+        return {**found, "more": verify_launch(op, 1, 2, blocks=8)}
