@@ -1,4 +1,4 @@
-"""CUDA C++ of the verify core, run on the CPU for what it computes: every case of their ops, with heads that they take."""
+"""CUDA C++ of the verify core, run on the CPU for what it computes: every case of its op, with heads that it takes."""
 
 from __future__ import annotations
 
