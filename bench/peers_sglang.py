@@ -72,7 +72,6 @@ def verifications(find: Find, problem: Any, ring: bool) -> Calls:
     lines = torch.arange(count, device=place, dtype=torch.int32)
     taken = torch.full((count,), tokens, device=place, dtype=torch.int32)
     last = torch.arange(count, device=place) * tokens + tokens - 1  # all stand: each costs the same
-    state = (op.value_heads, op.value_head_dim, op.key_head_dim)
 
     def call(projected: tuple[Tensor, ...], pools: tuple[Tensor, ...], params: Any) -> Callable[[], Tensor]:
         qkv, z, b, a = projected
@@ -86,16 +85,15 @@ def verifications(find: Find, problem: Any, ring: bool) -> Calls:
 
         options: dict[str, Any]
         if ring:
-            rows = (tokens, op.value_head_dim), (tokens, op.key_head_dim)
-            kinds = (
-                zeros(count, op.value_heads, *rows[0], kind=qkv.dtype),
-                zeros(count, op.key_heads, *rows[1], kind=qkv.dtype),
+            rings = (
+                zeros(count, op.value_heads, tokens, op.value_head_dim, kind=qkv.dtype),
+                zeros(count, op.key_heads, tokens, op.key_head_dim, kind=qkv.dtype),
+                *(zeros(count, op.value_heads, tokens) for _ in range(2)),
             )
-            rings = (*kinds, *(zeros(count, op.value_heads, tokens) for _ in range(2)))
             names = ("replayssm_rawv", "replayssm_rawk", "replayssm_g", "replayssm_beta")
             options = {"cache_ring": True, **dict(zip(names, rings, strict=True))}
         else:
-            every = zeros(count, tokens, *state, kind=delta.dtype)
+            every = delta.new_zeros(count, tokens, *delta.shape[1:])
             options = {"intermediate_states_buffer": every, "intermediate_state_indices": lines, "cache_steps": tokens}
 
         def run() -> Tensor:

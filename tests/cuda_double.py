@@ -1,4 +1,4 @@
-"""CUDA C++ of the cuda backend on a CPU: a thread of the host for each thread of a block, blocks one after the other.
+"""CUDA C++ of the cuda backend on a CPU: the threads of a block take turns at each barrier, blocks follow one another.
 
 What a file says in PTX is replaced: conversions by the host's, fences and prefetches by nothing. Clusters and bulk
 copies are not doubled, so launches of one block a head only, whose state may lie anywhere (``ALIGNED`` 0).
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import re
 import subprocess
 from collections.abc import Mapping
@@ -19,11 +20,11 @@ from typing import Any
 from hal_cuda.code import nvrtc
 
 SHIM = r"""
-#include <barrier>
 #include <cmath>
+#include <csetjmp>
+#include <cstdlib>
 #include <cstring>
-#include <thread>
-#include <vector>
+#include <ucontext.h>
 #define __device__
 #define __forceinline__ inline
 #define __global__
@@ -31,10 +32,36 @@ SHIM = r"""
 #define __launch_bounds__(...)
 #define __shared__ static
 struct Dim { int x; };
-static thread_local Dim threadIdx, blockIdx;
-static float exchanged[64][32];
-static std::barrier<>* of_block;
-static std::vector<std::barrier<>*> of_warp;
+static Dim threadIdx, blockIdx;
+static float exchanged[WARPS][32];
+// a thread that waits hands on to its neighbour; whoever comes last lets all go
+struct Thread { jmp_buf here; ucontext_t begun; bool runs, ended; char stack[1 << 16]; };
+static Thread threads[32 * WARPS];
+static ucontext_t outside;
+static void others() {
+    const int self = threadIdx.x;
+    if (_setjmp(threads[self].here)) return;
+    for (int next = (self + 1) % (32 * WARPS);; next = (next + 1) % (32 * WARPS)) {
+        if (threads[next].ended) {
+            if (next == self) setcontext(&outside);
+            continue;
+        }
+        threadIdx.x = next;
+        if (threads[next].runs) _longjmp(threads[next].here, 1);
+        threads[next].runs = true;
+        setcontext(&threads[next].begun);
+    }
+}
+struct Barrier {
+    int size, came = 0, round = 0;
+    void wait() {
+        const int mine = round;
+        if (++came == size) came = 0, round++;
+        for (int turns = 0; mine == round; others())
+            if (++turns > 1000) std::abort();  // some thread never comes
+    }
+};
+static Barrier of_block{32 * WARPS}, of_warp[WARPS];
 template <class To, class From> static To bits(From x) { To y; std::memcpy(&y, &x, sizeof y); return y; }
 static float __uint_as_float(unsigned x) { return bits<float>(x); }
 static unsigned __float_as_uint(float x) { return bits<unsigned>(x); }
@@ -53,35 +80,41 @@ static unsigned short e4m3(float x) {
     const int code = steps < 8 ? steps : (exponent + 7) * 8 + steps - 8;
     return (std::signbit(x) ? 0x80 : 0) | (code > 0x7e ? 0x7e : code);
 }
-static void __syncthreads() { of_block->arrive_and_wait(); }
+static void __syncthreads() { of_block.wait(); }
 static float __shfl_sync(unsigned, float x, int from) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     exchanged[warp][lane] = x;
-    of_warp[warp]->arrive_and_wait();
+    of_warp[warp].wait();
     const float found = exchanged[warp][from % 32];
-    of_warp[warp]->arrive_and_wait();
+    of_warp[warp].wait();
     return found;
 }
 static float __shfl_xor_sync(unsigned mask, float x, int step) { return __shfl_sync(mask, x, threadIdx.x % 32 ^ step); }
 template <class T> static unsigned long long __cvta_generic_to_shared(T) { return 0; }
 """
 RUN = r"""
+static const Args* given;
+static void begin() {
+    KERNEL(*given);
+    threads[threadIdx.x].ended = true;
+    others();
+}
 extern "C" void run(const Args* arguments, int blocks) {
-    std::barrier block(THREADS);
-    of_block = &block;
-    std::vector<std::thread> threads;
-    of_warp.clear();
-    for (int w = 0; w < WARPS; w++) of_warp.push_back(new std::barrier<>(32));
-    for (int t = 0; t < THREADS; t++)
-        threads.emplace_back([=, &block] {
-            threadIdx.x = t;
-            for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
-                KERNEL(*arguments);
-                block.arrive_and_wait();
-            }
-        });
-    for (auto& thread : threads) thread.join();
-    for (auto* warp : of_warp) delete warp;
+    given = arguments;
+    for (auto& barrier : of_warp) barrier.size = 32;
+    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
+        for (auto& thread : threads) {
+            thread.runs = thread.ended = false;
+            getcontext(&thread.begun);
+            thread.begun.uc_stack.ss_sp = thread.stack, thread.begun.uc_stack.ss_size = sizeof thread.stack;
+            makecontext(&thread.begun, begin, 0);
+        }
+        volatile bool done = false;
+        getcontext(&outside);
+        if (done) continue;
+        done = true, threadIdx.x = 0, threads[0].runs = true;
+        setcontext(&threads[0].begun);
+    }
 }
 """
 
@@ -101,11 +134,13 @@ def _plain(source: str) -> str:
 @cache
 def _compiled(file: str, name: str, defines: tuple[tuple[str, int], ...]) -> Any:
     text = SHIM + _plain((nvrtc.HERE / file).read_text()) + RUN.replace("KERNEL", name)
-    flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "-w", *(f"-D{n}={v}" for n, v in defines)]
+    flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", "-w", *(f"-D{n}={v}" for n, v in defines)]
     key = hashlib.sha256(f"{text}{flags}".encode()).hexdigest()[:16]
     made = Path(gettempdir()) / f"hal-cuda-double-{key}.so"
     if not made.exists():
-        subprocess.run(["g++", *flags, "-x", "c++", "-", "-o", str(made)], input=text, text=True, check=True)
+        part = made.with_suffix(f".{os.getpid()}")
+        subprocess.run(["g++", *flags, "-x", "c++", "-", "-o", str(part)], input=text, text=True, check=True)
+        part.rename(made)  # whole, whoever else makes it
     return ctypes.CDLL(str(made)).run
 
 
@@ -115,8 +150,8 @@ class Function:
     def __init__(self, file: str, name: str, arch: str, defines: Mapping[str, int], **_: Any) -> None:
         # one block a head, whatever the settings say: its warps take the rows of all blocks in more steps
         self._blocks = defines["SPLIT"]
-        asked = {**defines, "SPLIT": 1, "ALIGNED": 0, "PDL": 0, "EARLY": 0}
-        self._run = _compiled(file, name, tuple(sorted(asked.items())))
+        asked = {**defines, "SPLIT": 1, "ALIGNED": 0, "PDL": 0, "EARLY": 0, "BLOCKS": 1}
+        self._source = file, name, tuple(sorted(asked.items()))
 
     def __call__(self, blocks: int, arguments: ctypes.Structure) -> None:
-        self._run(ctypes.byref(arguments), blocks // self._blocks)
+        _compiled(*self._source)(ctypes.byref(arguments), blocks // self._blocks)

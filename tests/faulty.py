@@ -102,5 +102,4 @@ if __name__ == "__main__":
     import interpreted
 
     interpreted.install()
-    interpreted.widen_dots()
     print(json.dumps(faults(sys.argv[1], "triton")))

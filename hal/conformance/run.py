@@ -48,8 +48,10 @@ def verify(runtime: Runtime, ops: Iterable[type[Op[..., Any]]] | None = None) ->
             yield from verify_kernel(runtime, op, name)
 
 
-def verify_kernel(runtime: Runtime, op: type[Op[..., Any]], kernel: str, strided: bool = True) -> Iterator[Verdict]:
-    """Every case of an op on one kernel, which is forced."""
+def verify_kernel(
+    runtime: Runtime, op: type[Op[..., Any]], kernel: str, strided: bool = True, repeats: int = 2
+) -> Iterator[Verdict]:
+    """Every case of an op on one kernel, which is forced; a second call shows what claims to be deterministic."""
     policy = replace(
         runtime.policy,
         force=Policy.of(force=[f"{op.title()}={kernel}"]).force,
@@ -66,7 +68,7 @@ def verify_kernel(runtime: Runtime, op: type[Op[..., Any]], kernel: str, strided
             yield Verdict(op.title(), kernel, case.name, "refused", reason)
             continue
         try:
-            problems = [p for s in {False, strided} for p in _run(forced, case, s)]
+            problems = [p for s in {False, strided} for p in _run(forced, case, s, repeats)]
         except Exception as error:  # noqa: BLE001 - whatever a kernel raises is its verdict
             problems = [f"raised {said(error)}"]
         yield Verdict(op.title(), kernel, case.name, "failed" if problems else "passed", "; ".join(problems))
@@ -94,7 +96,7 @@ def _typed(value: torch.Tensor, kind: str) -> torch.Tensor:
     return value.to(torch.float32).to(getattr(torch, kind))
 
 
-def _run(resolved: Runtime, case: Case, strided: bool) -> Iterator[str]:
+def _run(resolved: Runtime, case: Case, strided: bool, repeats: int) -> Iterator[str]:
     import torch
 
     inputs = make(case)
@@ -107,7 +109,7 @@ def _run(resolved: Runtime, case: Case, strided: bool) -> Iterator[str]:
     first: list[Any] | None = None
     piece = bound.choice.at(case.rows)
     numerics = piece.numerics(op)
-    for _ in range(2):
+    for _ in range(repeats):
         got, pools = _call(runtime, bound, inputs, strided)
         yield from _compare(op, got, results, numerics)
         yield from _states(inputs, pools, states, _between(op, numerics))

@@ -7,13 +7,13 @@ known only when the drafts are judged, so it waits: the next step applies the to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from hal.errors import CheckError
 from hal.formats import STATIC_FP8, Tensor
-from hal.layout import Param, State, Tail
+from hal.layout import Layout, Param, Ring, State, Tail
 from hal.ops.attention import Attention
 from hal.ops.base import Arg, Case, Op, Outcome, Problem, Signature
 from hal.ops.ends import pick
@@ -94,6 +94,10 @@ class GatedDeltaVerify(GatedDelta):
 
     def states(self) -> tuple[State, ...]:
         return (*super().states(), State("pending", (self.queries, self.left), "float32", Tail(2 * self.queries)))
+
+    def rings(self) -> Mapping[str, tuple[Layout, ...]]:
+        """Where pools lie that have a place for every row beside those that are read: none is both in one step."""
+        return {"conv": (Ring(self.conv_width - 1 + self.queries),), "pending": (Tail(2 * self.queries),)}
 
     def state_bytes(self, rows: int) -> int:
         """State in and out once for a sequence of ``queries`` rows."""

@@ -11,7 +11,7 @@ from hal_triton.needs import overlaps
 from hal.device import Device
 from hal.formats import STATIC_FP8, Format, Tensor
 from hal.kernel import Kernel, Rows, Tier, kernel
-from hal.layout import VK, Layout, Ring, Tail
+from hal.layout import VK, Layout, Ring
 from hal.numerics import REASSOCIATED, Numerics
 from hal.ops import GatedDeltaDecode, GatedDeltaVerify
 from hal.requirement import Reason
@@ -133,8 +133,7 @@ class Verify(_Core, Kernel[GatedDeltaVerify]):
         return super().refuses(op, device)
 
     def reads(self, op: GatedDeltaVerify, device: Device) -> Mapping[str, tuple[Layout, ...]]:
-        rings = {"conv": (Ring(op.conv_width - 1 + op.queries),), "pending": (Tail(2 * op.queries),)}
-        return {**rings, "delta": (VK(),)}
+        return {**op.rings(), "delta": (VK(),)}
 
     def settings(self, op: GatedDeltaVerify, device: Device) -> Mapping[str, Any]:
         units = device.value("compute_units")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hal.device import Device
 from hal.formats import STATIC_FP8, Format, Tensor
 from hal.kernel import Kernel, Part, kernel
-from hal.layout import KV, VK, Layout, Ring, Tail
+from hal.layout import KV, VK, Layout
 from hal.ops import Accept, ArgMax, AttentionVerify, GatedDeltaVerify
 from hal.requirement import library
 
@@ -23,8 +23,7 @@ class Verify(Kernel[GatedDeltaVerify]):
     captures = False
 
     def reads(self, op: GatedDeltaVerify, device: Device) -> Mapping[str, tuple[Layout, ...]]:
-        rings = {"conv": (Ring(op.conv_width - 1 + op.queries),), "pending": (Tail(2 * op.queries),)}
-        return {**rings, "delta": (VK(), KV())}
+        return {**op.rings(), "delta": (VK(), KV())}
 
     def makes(self, op: GatedDeltaVerify) -> tuple[Format, ...]:
         return (Tensor(op.dtype), STATIC_FP8)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from hal.device import Device
 from hal.formats import STATIC_FP8, Format, Tensor, dtype
 from hal.kernel import Kernel, Rows, Tier, kernel
-from hal.layout import VK, Layout, Ring, Tail
+from hal.layout import VK, Layout
 from hal.ops import AttentionVerify, GatedDeltaVerify
 from hal.requirement import Reason
 from hal_triton import archs
@@ -37,8 +37,7 @@ class _Verify(Kernel[Any]):
         return sizes_refused(op)
 
     def reads(self, op: GatedDeltaVerify, device: Device) -> Mapping[str, tuple[Layout, ...]]:
-        rings = {"conv": (Ring(op.conv_width - 1 + op.queries),), "pending": (Tail(2 * op.queries),)}
-        return {**rings, "delta": (VK(),)}
+        return {**op.rings(), "delta": (VK(),)}
 
     def makes(self, op: GatedDeltaVerify) -> tuple[Format, ...]:
         return (Tensor(op.dtype), STATIC_FP8)
@@ -54,7 +53,7 @@ def launch(op: GatedDeltaVerify, device: Device, whole: bool) -> dict[str, Any]:
     elif split == 1:
         waves = other.get("num_warps", 1)
     return {
-        "SPLIT": split, "BV": block, "SIDE": min(2, block), "AHEAD": True, "STAGES": stages, "num_warps": waves,
+        "SPLIT": split, "BV": block, "SIDE": min(2, block), "STAGES": stages, "num_warps": waves,
         "PDL": overlaps(device),
     }  # fmt: skip
 
@@ -81,16 +80,14 @@ class VerifySplit(_Verify, Kernel[GatedDeltaVerify]):
         return super().refuses(op, device)
 
     def rows(self, op: GatedDeltaVerify, device: Device) -> Rows:
-        return (1, op.queries * self._sequences(op, device))
+        return (1, op.queries * max(1, self._programs(device) // (2 * op.value_heads)))
 
     def settings(self, op: GatedDeltaVerify, device: Device) -> Mapping[str, Any]:
         # one wave where several programs count, so that what it wrote lies before its count; on CUDA more will do
-        units = device.value("compute_units") or 0
-        return {**launch(op, device, whole=False), "programs": PROGRAMS * units, "most": self._sequences(op, device)}
+        return {**launch(op, device, whole=False), "programs": self._programs(device)}
 
-    def _sequences(self, op: GatedDeltaVerify, device: Device) -> int:
-        units = device.value("compute_units")
-        return max(1, PROGRAMS * units // (2 * op.value_heads) if isinstance(units, int) else 1)
+    def _programs(self, device: Device) -> int:
+        return PROGRAMS * (device.value("compute_units") or 0)
 
 
 @kernel("triton.attention_verify", code=f"{CODE}:attention")

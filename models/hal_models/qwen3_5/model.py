@@ -108,9 +108,9 @@ class GatedDeltaNet:
         import torch
 
         op: Any = self.core.choices["verify"].op
-        widths = (op.conv_dim, op.value_dim, op.value_heads, op.value_heads)
-        kind, place = getattr(torch, op.dtype), batch.slots.device
-        self.core.verify(tuple(torch.empty(0, width, dtype=kind, device=place) for width in widths), state, batch)
+        (projected,), kind = op.signature().args, getattr(torch, op.dtype)
+        nothing = tuple(torch.empty(0, a.shape[1], dtype=kind, device=batch.slots.device) for a in projected.items)
+        self.core.verify(nothing, state, batch)
 
 
 class Attention:

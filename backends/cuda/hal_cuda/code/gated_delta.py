@@ -46,8 +46,8 @@ class Core:
     """
 
     def __init__(self, site: Site, file: str, name: str, arguments: type[ctypes.Structure], **sizes: int) -> None:
-        self.op, settings, layout = site.op, dict(site.settings), site.layouts["conv"]
-        op, self.arguments = site.op, arguments
+        op, settings, layout = site.op, dict(site.settings), site.layouts["conv"]
+        self.op, self.arguments = op, arguments
         pdl, unaligned = bool(settings.pop("PDL")), settings.pop("unaligned")
         self.launches = [(int(most) if most != "more" else None, launch) for most, launch in settings.items()]
         assert isinstance(layout, Ring)

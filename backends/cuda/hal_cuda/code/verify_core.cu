@@ -192,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_core(const 
     for (int i = 0, c = tid; i < VALUES; i++, c += THREADS)
         if (c < PART)
 #pragma unroll
-            for (int j = 0; j < TOKENS; j++) m.gone[c][j] = j < QUERIES ? errors[i][j < QUERIES ? j : 0] * fades[j < QUERIES ? j : 0] : 0.0f;
+            for (int j = 0; j < QUERIES; j++) m.gone[c][j] = errors[i][j] * fades[j];
     __syncthreads();
     const float root = rsqrtf(float(K));
     for (int entry = tid; entry < QUERIES * QUERIES; entry += THREADS) {
@@ -239,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_core(const 
         const int at = (step * WARPS + warp) * ROWS;
 #pragma unroll
         for (int group = 0; group < ROWS; group += AT_ONCE) {
-            float found[32];
+            float found[32] = {};  // of idle tokens 0
 #pragma unroll
             for (int r = 0; r < AT_ONCE; r++) {
                 float s[EACH];
@@ -254,14 +254,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_core(const 
                 }
                 pack(tile[group + r], s);
 #pragma unroll
-                for (int t = 0; t < TOKENS; t++) {
-                    float by_k = 0, by_q = 0;
-                    if (t < QUERIES) {
+                for (int t = 0; t < QUERIES; t++) {
+                    float &by_k = found[r * 2 * TOKENS + t], &by_q = found[r * 2 * TOKENS + TOKENS + t];
 #pragma unroll
-                        for (int i = 0; i < EACH; i++)
-                            by_k += s[i] * k[t < QUERIES ? t : 0][i], by_q += s[i] * q[t < QUERIES ? t : 0][i];
-                    }
-                    found[r * 2 * TOKENS + t] = by_k, found[r * 2 * TOKENS + TOKENS + t] = by_q;
+                    for (int i = 0; i < EACH; i++) by_k += s[i] * k[t][i], by_q += s[i] * q[t][i];
                 }
             }
             const float mine = across_warp(found, lane);

@@ -25,19 +25,19 @@ Call = Callable[..., Any]
 def verify(site: Site) -> Call:
     """At most SPLIT programs a sequence and value head, and no more in all than ``programs`` while one is left.
 
-    Counters, where several share a head, belong to this binding: for ``most`` sequences.
+    Counters, where several share a head, belong to this binding.
     """
     core, op, settings, tail = Core(site), site.op, dict(site.settings), site.layouts["pending"]
     assert isinstance(tail, Tail)
-    programs, most, place = settings.pop("programs", 0), settings.pop("most", 0), site.runtime.place
-    counters = torch.zeros((most, op.value_heads), dtype=torch.int32, device=place)
+    programs, place = settings.pop("programs", 0), site.runtime.place
+    counters = torch.zeros(programs // 2, dtype=torch.int32, device=place)  # heads that can be split
     fixed = {**core.sizes, "TAIL": tail.length, "QUERIES": op.queries, **launched(settings)}
 
     def run(projected: tuple[Tensor, ...], state: tuple[Tensor, Tensor, Tensor], batch: Batch) -> Any:
         out, pools = core.empty(projected), state
         heads, split = batch.sequences * op.value_heads, 1
         # a flush has no rows and any number of sequences
-        while split < settings["SPLIT"] and batch.sequences <= most and 2 * split * heads <= programs:
+        while split < settings["SPLIT"] and 2 * split * heads <= programs:
             split *= 2
         if heads:
             work = torch.empty(

@@ -106,8 +106,8 @@ def verify_kernel(
     weight_ptr, a_log_ptr, dt_bias_ptr, norm_ptr, out_ptr, scale_ptr, eps, limit, work_ptr, counter_ptr,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
     VP: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, TAIL: tl.constexpr, QUERIES: tl.constexpr,
-    ENCODE: tl.constexpr, SPLIT: tl.constexpr, BV: tl.constexpr, SIDE: tl.constexpr, AHEAD: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    ENCODE: tl.constexpr, SPLIT: tl.constexpr, BV: tl.constexpr, SIDE: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid ``[sequences * HEADS * SPLIT]``; ``work [rows, HEADS, 2, VP]`` holds v and o of each row."""
     PART: tl.constexpr = VP // SPLIT
@@ -138,9 +138,8 @@ def verify_kernel(
     error_ptr = pending_ptr + KEY_HEADS * K + head * V
     oldest = context - accepted
     standing = tl.where(live, accepted, 0)
-    if AHEAD:
-        # the state is asked for first: all else is small
-        old = coming(state_ptr, tile, error_ptr, first + at, oldest, standing, held, in_k, V, K, QUERIES, TAIL, LEFT)
+    # the state is asked for first: all else is small
+    old = coming(state_ptr, tile, error_ptr, first + at, oldest, standing, held, in_k, V, K, QUERIES, TAIL, LEFT)
 
     # what is pending: keys, and how far each has faded when the last is applied
     keys, decays, fades = (), (), ()
@@ -201,16 +200,11 @@ def verify_kernel(
 
     for i in tl.range(BLOCKS, num_stages=STAGES):
         here = first + i * BV + at
-        if AHEAD:
-            block, more = old, i + 1 < BLOCKS
-            old = coming(
-                state_ptr + (i + 1) * (BV * K), tile, error_ptr, here + BV, oldest, tl.where(more, standing, 0),
-                held & more, in_k, V, K, QUERIES, TAIL, LEFT,
-            )  # fmt: skip
-        else:
-            block = coming(
-                state_ptr + i * (BV * K), tile, error_ptr, here, oldest, standing, held, in_k, V, K, QUERIES, TAIL, LEFT
-            )
+        block, more = old, i + 1 < BLOCKS
+        old = coming(
+            state_ptr + (i + 1) * (BV * K), tile, error_ptr, here + BV, oldest, tl.where(more, standing, 0),
+            held & more, in_k, V, K, QUERIES, TAIL, LEFT,
+        )  # fmt: skip
         mask = ((here < V) & live)[:, None, :, None] & in_k[None, :, None, :]
         state = block[0].to(tl.float32) * fade
         for j in tl.static_range(QUERIES):
