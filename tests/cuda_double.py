@@ -32,6 +32,7 @@ SHIM = r"""
 #define __launch_bounds__(...)
 #define __shared__ static
 struct Dim { int x; };
+struct float4 { float x, y, z, w; };
 static Dim threadIdx, blockIdx;
 static float exchanged[WARPS][32];
 // a thread that waits hands on to its neighbour; whoever comes last lets all go
@@ -65,6 +66,8 @@ static Barrier of_block{32 * WARPS}, of_warp[WARPS];
 template <class To, class From> static To bits(From x) { To y; std::memcpy(&y, &x, sizeof y); return y; }
 static float __uint_as_float(unsigned x) { return bits<float>(x); }
 static unsigned __float_as_uint(float x) { return bits<unsigned>(x); }
+#define __expf(x) std::exp(float(x))
+static float __fdividef(float x, float y) { return y > 0x1p126f ? 0.0f : x / y; }
 static float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 static unsigned short rounded(float x) {
     const unsigned u = bits<unsigned>(x);
@@ -88,6 +91,22 @@ static float __shfl_sync(unsigned, float x, int from) {
     const float found = exchanged[warp][from % 32];
     of_warp[warp].wait();
     return found;
+}
+static unsigned factors[WARPS][32][6];
+static void product(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {  // m16n8k8 of tf32
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    auto all = factors[warp];
+    for (int i = 0; i < 6; i++) all[lane][i] = (i < 4 ? a[i] : i < 5 ? b0 : b1) & 0xffffe000;
+    of_warp[warp].wait();
+    for (int i = 0; i < 4; i++) {
+        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+        double sum = c[i];
+        for (int k = 0; k < 8; k++)
+            sum += double(bits<float>(all[row % 8 * 4 + k % 4][row / 8 + k / 4 * 2]))
+                 * bits<float>(all[column * 4 + k % 4][4 + k / 4]);
+        c[i] = sum;
+    }
+    of_warp[warp].wait();
 }
 static float __shfl_xor_sync(unsigned mask, float x, int step) { return __shfl_sync(mask, x, threadIdx.x % 32 ^ step); }
 template <class T> static unsigned long long __cvta_generic_to_shared(T) { return 0; }
@@ -125,6 +144,8 @@ def _plain(source: str) -> str:
     one = r'asm\("cvt\.rn\.bf16\.f32 %0, %1;" : "=h"\((\w+)\) : "f"\((\w+)\)\);'
     two = r'asm\("cvt\.rn\.bf16x2\.f32 %0, %1, %2;" : "=r"\((.*?)\) : "f"\((.*?)\), "f"\((.*?)\)\);'
     fp8 = r'asm\("cvt\.rn\.satfinite\.e4m3x2\.f32 %0, %1, %2;" : "=h"\((\w+)\) : "f"\(0\.0f\), "f"\((\w+)\)\);'
+    mma = r'asm volatile\("mma\.sync\.aligned\.m16n8k8\.row\.col\.f32\.tf32\.tf32\.f32 .*?\);'
+    source = re.sub(mma, "product(c, a, b0, b1);", source, flags=re.DOTALL)
     source = re.sub(fp8, r"\1 = e4m3(\2);", source)
     source = re.sub(one, r"\1 = rounded(\2);", source)
     source = re.sub(two, r"\1 = rounded(\3) | unsigned(rounded(\2)) << 16;", source)
@@ -151,6 +172,8 @@ class Function:
         # one block a head, whatever the settings say: its warps take the rows of all blocks in more steps
         self._blocks = defines["SPLIT"]
         asked = {**defines, "SPLIT": 1, "ALIGNED": 0, "PDL": 0, "EARLY": 0, "BLOCKS": 1}
+        if "ACROSS" in defines:  # warps that share 16 rows
+            asked["WARPS"] = defines["V"] // 16 * defines["ACROSS"]
         self._source = file, name, tuple(sorted(asked.items()))
 
     def __call__(self, blocks: int, arguments: ctypes.Structure) -> None:

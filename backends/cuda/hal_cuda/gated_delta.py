@@ -25,6 +25,7 @@ CONV_WIDTH = 4
 WAVES = 1  # heads a compute unit up to which a head is split
 CROWD = {"float32": 24, "bfloat16": 4}  # heads a compute unit from which they are a crowd, see `launch`
 MOST_QUERIES = 8
+LEAST_PART = 32  # rows of the state that a block which verifies takes: each thread of a warp has one in the end
 MOST = 8  # rows of the state that a warp holds: more of them measured no faster
 
 
@@ -111,15 +112,13 @@ class DecodeCluster(_Decode, Kernel[GatedDeltaDecode]):
         return {**common(op, device), "more": launch(op, 4, 4)}
 
 
-def verify_launch(op: GatedDeltaVerify, split: int, warps: int, blocks: int = 1) -> Mapping[str, int]:
-    """``split`` blocks a head, of so many warps or fewer: each has the sums of AT_ONCE rows or more at a time."""
-    part = op.value_head_dim // split
-    least = 16 // (2 if op.queries <= 2 else 4 if op.queries <= 4 else 8)  # rows whose sums fill a warp
-    rows = max(least, min(4, part // warps))
-    warps = min(warps, part // rows)
+def verify_launch(op: GatedDeltaVerify, split: int, across: int, blocks: int = 1) -> Mapping[str, int]:
+    """``split`` blocks a head; ``across`` warps share 16 rows of the state: the more, the fewer columns each holds."""
+    part = max(LEAST_PART, op.value_head_dim // split)
+    across = min(across, op.key_head_dim // 16)
     return {
-        "SPLIT": split, "WARPS": warps, "ROWS": rows, "AHEAD": int(part > rows * warps), "EARLY": int(blocks < 8),
-        "BLOCKS": blocks if op.queries <= 4 and least <= 4 else 1,
+        "SPLIT": op.value_head_dim // part, "WARPS": part // 16 * across, "ACROSS": across, "EARLY": int(split > 1),
+        "BLOCKS": blocks if op.queries <= 4 else 1,
     }  # fmt: skip
 
 
@@ -137,9 +136,8 @@ class Verify(_Core, Kernel[GatedDeltaVerify]):
 
     def settings(self, op: GatedDeltaVerify, device: Device) -> Mapping[str, Any]:
         units = device.value("compute_units")
-        found: dict[str, Any] = {"PDL": overlaps(device), "unaligned": verify_launch(op, 1, 4)}
-        # heads a compute unit, as far as measured on an H200: few are split, some have many warps, more are many blocks
-        for heads, launch in ((1, verify_launch(op, 4, 8)), (2, verify_launch(op, 1, 8, blocks=2))):
-            if isinstance(units, int) and (most := heads * units // op.value_heads):
-                found[str(most)] = launch
-        return {**found, "more": verify_launch(op, 1, 2, blocks=8)}
+        found: dict[str, Any] = {"PDL": overlaps(device), "unaligned": verify_launch(op, 1, 1)}
+        # heads a compute unit up to which they are split, as far as measured on an H200
+        if isinstance(units, int) and (most := units // op.value_heads):
+            found[str(most)] = verify_launch(op, 2, 4)
+        return {**found, "more": verify_launch(op, 1, 1, blocks=2)}

@@ -1,8 +1,8 @@
 // What the cores of a Gated DeltaNet layer share: bfloat16 activations, the state [V, K] in float32 (WIDE) or
-// bfloat16, of which a block has PART rows and a warp takes ROWS at a time, a lane EACH elements of each.
+// bfloat16, of which a block has PART rows and a lane moves EACH elements of one at once.
 //
-// The launcher defines K, V, SPLIT, WARPS, ROWS, WIDE, ENCODE and ALIGNED: a lane's part of a row of the
-// state can be moved whole.
+// The launcher defines K, V, SPLIT, WARPS, WIDE, ENCODE and ALIGNED: what a lane moves at once lies whole. A core
+// defines EACH before it includes this.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -12,10 +12,8 @@ typedef long long i64;
 constexpr int THREADS = 32 * WARPS;
 constexpr int PART = V / SPLIT;                // rows of a block
 constexpr int ROW = K * (WIDE ? 4 : 2);        // bytes of a row
-constexpr int STEPS = PART / (WARPS * ROWS);   // that a warp takes, ROWS at a time
-constexpr int EACH = K / 32;                   // elements of a row that a lane holds
-constexpr int WORDS = EACH * (WIDE ? 4 : 2) / 4;  // 32-bit words of a row that a lane holds
-static_assert(PART % (WARPS * ROWS) == 0 && (WORDS == 1 || WORDS == 2 || WORDS == 4), "sizes");
+constexpr int WORDS = EACH * (WIDE ? 4 : 2) / 4;  // 32-bit words that a lane moves at once
+static_assert(PART * SPLIT == V && (WORDS == 1 || WORDS == 2 || WORDS == 4), "sizes");
 
 __device__ __forceinline__ float wide(u32 bits) { return __uint_as_float(bits << 16); }
 
@@ -25,7 +23,8 @@ __device__ __forceinline__ u16 narrow(float x) {
     return bits;
 }
 
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
+// To 2^-21 and less where |x| is small: what it meets was bfloat16, or goes there.
+__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
 __device__ __forceinline__ float across_warp(float x) {
 #pragma unroll
@@ -87,29 +86,6 @@ __device__ __forceinline__ void pack(u32 (&row)[WORDS], const float (&x)[EACH]) 
             row[i] = __float_as_uint(x[i]);
         else
             asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(row[i]) : "f"(x[2 * i + 1]), "f"(x[2 * i]));
-}
-
-// Sums across the warp of SUMS values at once: half of them is given away at each step while there are
-// several. Lane l ends with the sum of value l / (32 / SUMS).
-template <int SUMS>
-__device__ __forceinline__ float across_warp(float (&x)[SUMS], int lane) {
-    int left = SUMS;
-#pragma unroll
-    for (int step = 16; step; step /= 2) {
-        if (left > 1) {
-            left /= 2;
-            const bool high = lane & step;
-#pragma unroll
-            for (int i = 0; i < SUMS / 2; i++)
-                if (i < left) {
-                    const float given = high ? x[i] : x[i + left];
-                    x[i] = (high ? x[i + left] : x[i]) + __shfl_xor_sync(~0u, given, step);
-                }
-        } else {
-            x[0] += __shfl_xor_sync(~0u, x[0], step);
-        }
-    }
-    return x[0];
 }
 
 // An element of the output.

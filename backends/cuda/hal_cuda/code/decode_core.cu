@@ -6,8 +6,10 @@
 // not one of those read, so blocks that share a channel never race. Padding (negative slot) writes
 // nothing but a row of zeros. bfloat16 activations; the state is float32 (WIDE) or bfloat16.
 //
-// The launcher defines what ``core.cuh`` wants, KEY_HEADS, HEADS, RING, AHEAD, EARLY, PDL and BLOCKS (how many run
-// at once on a multiprocessor, at least). ALIGNED: a ring of four can be moved whole too.
+// The launcher defines what ``core.cuh`` wants, KEY_HEADS, HEADS, RING, ROWS, AHEAD, EARLY, PDL and BLOCKS (how many
+// run at once on a multiprocessor, at least). ALIGNED: a ring of four can be moved whole too.
+
+constexpr int EACH = K / 32;
 
 #include "core.cuh"
 
@@ -27,7 +29,31 @@ struct Args {
 };
 
 constexpr int SUMS = 2 * ROWS;
-static_assert(SUMS <= 32, "sizes");
+constexpr int STEPS = PART / (WARPS * ROWS);  // that a warp takes, ROWS at a time
+static_assert(SUMS <= 32 && STEPS * WARPS * ROWS == PART, "sizes");
+
+// Sums across the warp of SUMS values at once: half of them is given away at each step while there are
+// several. Lane l ends with the sum of value l / (32 / SUMS).
+template <int SUMS>
+__device__ __forceinline__ float across_warp(float (&x)[SUMS], int lane) {
+    int left = SUMS;
+#pragma unroll
+    for (int step = 16; step; step /= 2) {
+        if (left > 1) {
+            left /= 2;
+            const bool high = lane & step;
+#pragma unroll
+            for (int i = 0; i < SUMS / 2; i++)
+                if (i < left) {
+                    const float given = high ? x[i] : x[i + left];
+                    x[i] = (high ? x[i + left] : x[i]) + __shfl_xor_sync(~0u, given, step);
+                }
+        } else {
+            x[0] += __shfl_xor_sync(~0u, x[0], step);
+        }
+    }
+    return x[0];
+}
 
 // What the convolution of a channel reads. Its four taps, and a ring of four cells, are a word of 64 bits each.
 // All that a thread reads is asked for before it writes: a store would hold back the loads that follow it.

@@ -1,9 +1,9 @@
 // The tokens of a verify step through a Gated DeltaNet core, in one launch.
 //
-// SPLIT blocks, a cluster, share a value head of a sequence; each takes its rows of the state [V, K], a warp
-// ROWS of them at a time. A row is read once and written once: with the pending tokens applied, S <- exp(P) S +
-// sum_j exp(P - P_j) e_j k_j^T, P their cumulated log decay. From that one S all tokens are computed, for with G
-// the cumulated log decay of this step
+// SPLIT blocks, a cluster, share a value head of a sequence; each takes its rows of the state [V, K], 16 of them a
+// tile that ACROSS warps share. A row is read once and written once: with the pending tokens applied,
+// S <- exp(P) S + sum_j exp(P - P_j) e_j k_j^T, P their cumulated log decay. From that one S all tokens are computed,
+// for with G the cumulated log decay of this step
 //
 //     e_t = beta_t (v_t - exp(G_t) S k_t - sum_{j<t} exp(G_t - G_j) (k_j.k_t) e_j)
 //     o_t =               exp(G_t) S q_t + sum_{j<=t} exp(G_t - G_j) (k_j.q_t) e_j
@@ -11,8 +11,14 @@
 // and k, e and log decay of each token go to its place in the pool of pending tokens. Cells that are written, of
 // the convolution's ring and of that pool, are not those read, so blocks that share them never race.
 //
-// The launcher defines what ``core.cuh`` wants, KEY_HEADS, HEADS, RING, TAIL (places of that pool), QUERIES, AHEAD,
+// A block asks for all its rows at once, and has them when its convolution is done. S k_t and S q_t are
+// products of matrices: by matrix instructions of tf32, each factor as a sum of two, so that nothing of float32 but
+// the last bit or two is lost; S itself is moved on in float32.
+//
+// The launcher defines what ``core.cuh`` wants, KEY_HEADS, HEADS, RING, TAIL (places of that pool), QUERIES, ACROSS,
 // EARLY, PDL and BLOCKS (how many run at once on a multiprocessor, at least).
+
+constexpr int EACH = 4;
 
 #include "core.cuh"
 
@@ -32,37 +38,63 @@ struct Args {
     float eps, limit;
 };
 
-constexpr int TOKENS = QUERIES <= 2 ? 2 : QUERIES <= 4 ? 4 : 8;  // sums of a row are 2 TOKENS, of which some may be idle
-constexpr int AT_ONCE = 16 / TOKENS;                             // rows whose sums fill a warp
-constexpr int LEFT = KEY_HEADS * K + HEADS * V + HEADS;          // numbers that a token leaves
-constexpr int CHANNELS = 2 * K + PART;                           // q, k and v of a block
-constexpr int MINE = (CHANNELS + THREADS - 1) / THREADS;         // of them, a thread's
-constexpr int VALUES = (PART + THREADS - 1) / THREADS;
-static_assert(ROWS % AT_ONCE == 0 && QUERIES <= 8, "sizes");
+constexpr int LEFT = KEY_HEADS * K + HEADS * V + HEADS;   // numbers that a token leaves
+constexpr int CHANNELS = 2 * K + PART;                    // q, k and v of a block
+constexpr int KEPT = (QUERIES * (K + PART) + THREADS - 1) / THREADS;  // of pending tokens' keys and errors, a thread's
+constexpr int MINE = (CHANNELS + THREADS - 1) / THREADS;  // of those channels, a thread's
+constexpr int TOKENS = QUERIES <= 4 ? 4 : 8;              // columns of keys, and as many of queries
+constexpr int TILES = 2 * TOKENS / 8;                     // of eight columns
+constexpr int SPAN = K / ACROSS;                          // columns of the state that a warp takes, 16 at a time
+constexpr int FOUND = 2 * TOKENS + 4;                     // words of a row's sums, so that banks do not conflict
+constexpr int LINE = (K > PART ? K : PART) + 16;          // of a vector, likewise
+constexpr int HALVES = THREADS / PART;                    // threads of a row: each has every HALVES-th token
+constexpr int OWN = (QUERIES + HALVES - 1) / HALVES;
+static_assert(WARPS == PART / 16 * ACROSS && SPAN % 16 == 0 && PART % 32 == 0 && QUERIES <= 8, "sizes");
 
 struct Shared {
-    float q[QUERIES][K], k[QUERIES][K], old[QUERIES][K];           // old: keys of pending tokens
-    float v[QUERIES][PART], e[QUERIES][PART], o[QUERIES][PART];
-    alignas(16) float gone[PART][TOKENS];                          // errors of pending tokens, faded
-    float gram[QUERIES][2 * QUERIES], squares[QUERIES];            // k_j with each k and q; q_t with itself
-    float kk[QUERIES][QUERIES], qk[QUERIES][QUERIES];              // the same of unit vectors, faded; qk 0 above
-    float logs[QUERIES], betas[QUERIES], faded[QUERIES], past[QUERIES];
-    float sums[WARPS][QUERIES], parts[QUERIES][SPLIT];
+    alignas(16) float vectors[3 * TOKENS][LINE];      // keys, queries, values of this step
+    alignas(16) float old[QUERIES][K];                // keys of pending tokens
+    alignas(16) float found[ACROSS][PART][FOUND];     // products of rows with all vectors
+    float errors[QUERIES][PART];                      // of pending tokens
+    float gram[QUERIES][2 * QUERIES], squares[QUERIES];  // k_j with each k and q; q_t with itself
+    float kk[QUERIES][QUERIES], qk[QUERIES][QUERIES];    // the same of unit vectors, faded; qk 0 above
+    float logs[QUERIES], betas[QUERIES], past[QUERIES];
+    float by_k[QUERIES], by_q[QUERIES];               // what products with S are multiplied with
+    float sums[PART / 32][QUERIES], parts[QUERIES][SPLIT];
 };
+
+// An address that is computed here, once: what is read relative to it then costs an addition.
+template <class T>
+__device__ __forceinline__ void keep(T*& at) { asm volatile("" : "+l"(at)); }
 
 __device__ __forceinline__ float dot(const float* x, const float* y, int lane) {
     float found = 0;
 #pragma unroll
-    for (int i = 0; i < EACH; i++) found += x[lane * EACH + i] * y[lane * EACH + i];
+    for (int i = 0; i < K; i += 32) found += x[lane + i] * y[lane + i];
     return across_warp(found);
+}
+
+// Of float32 the nearest tf32, and what is left.
+__device__ __forceinline__ void split(float x, u32& high, u32& low) {
+    high = (__float_as_uint(x) + 0x1000) & 0xffffe000;
+    low = __float_as_uint(x - __uint_as_float(high));
+}
+
+// c [16, 8] += a [16, 8] b [8, 8]. Lane 4 g + i has of a columns i and i + 4 of rows g and g + 8, of b rows i and
+// i + 4 of column g, of c columns 2 i and 2 i + 1 of rows g and g + 8.
+__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_core(const __grid_constant__ Args p) {
     __shared__ Shared m;
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid / 32;
-    const int part = blockIdx.x % SPLIT, item = blockIdx.x / SPLIT, head = item % HEADS, first = part * PART;
-    const int sequence = item / HEADS;
+    const u32 tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
+    const u32 part = blockIdx.x % SPLIT, item = blockIdx.x / SPLIT, head = item % HEADS, first = part * PART;
+    const u32 sequence = item / HEADS;
     const int slot = p.slots[sequence], start = p.starts[sequence], count = p.starts[sequence + 1] - start;
+    const int context = p.contexts[sequence], accepted = p.accepted[sequence];
     if (SPLIT > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
     if (PDL) {
         if (EARLY && ALIGNED && tid == 0 && slot >= 0)
@@ -70,86 +102,95 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_core(const 
         asm volatile("griddepcontrol.wait;" ::: "memory");
         asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     }
-    const int context = p.contexts[sequence], accepted = p.accepted[sequence];
     const i64 place = i64(start) * (HEADS * V) + head * V + first;
     if (slot < 0 || count + accepted == 0) {  // the whole cluster agrees
         for (int t = 0; t < count; t++)
-            for (int c = tid; c < PART; c += THREADS) put(p.out, place + t * (HEADS * V) + c, 0.0f, p.scale, p.limit);
+            for (u32 c = tid; c < PART; c += THREADS) put(p.out, place + t * (HEADS * V) + c, 0.0f, p.scale, p.limit);
         if (SPLIT > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
         return;
     }
 
-    // the state is asked for first: all else is small
-    char* state = p.state + i64(slot) * p.state_slot * (WIDE ? 4 : 2) + (i64(head) * V + first + warp * ROWS) * ROW
-                + lane * (WORDS * 4);
-    u32 tile[ROWS][WORDS], next[ROWS][WORDS];
-    auto load = [&](u32 (&into)[ROWS][WORDS], int step) {
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            if (context > accepted) {
-                read(into[r], state + (i64(step) * WARPS * ROWS + r) * ROW);
-            } else {
-#pragma unroll
-                for (int i = 0; i < WORDS; i++) into[r][i] = 0;
-            }
-        }
-    };
-    load(tile, 0);
-
-    // what is pending: keys, errors, log decays
+    // All that a thread reads is asked for before it uses any of it or writes: first what is small and needed first.
+    // Of pending tokens keys, errors and log decays.
     float* pending = p.pending + i64(slot) * p.pending_slot;
+    keep(pending);
     constexpr int GROUP = HEADS / KEY_HEADS, ERRORS = KEY_HEADS * K, DECAYS = LEFT - HEADS;
     const int key = head / GROUP * K;
     const bool lead = head % GROUP == 0 && part == 0;
-    float errors[VALUES][QUERIES];
+    auto newest = [&](int t) { return u32(context + t) % TAIL * LEFT; };
+    auto oldest = [&](int j) { return u32(context - accepted + j) % TAIL * LEFT; };
+    float kept[KEPT], past_log = 0;
 #pragma unroll
-    for (int j = 0; j < QUERIES; j++) {
-        const bool stands = j < accepted;
-        const float* left = pending + (stands ? (context - accepted + j) % TAIL : 0) * i64(LEFT);
-        for (int c = tid; c < K; c += THREADS) m.old[j][c] = stands ? left[key + c] : 0.0f;
-#pragma unroll
-        for (int i = 0, c = tid; i < VALUES; i++, c += THREADS)
-            errors[i][j] = stands && c < PART ? left[ERRORS + head * V + first + c] : 0.0f;
-        if (tid == j) m.past[j] = stands ? left[DECAYS + head] : 0.0f;
+    for (u32 i = 0, item = tid; i < KEPT; i++, item += THREADS) {
+        const u32 j = item / (K + PART), c = item % (K + PART);
+        const int at = c < K ? key + c : ERRORS + head * V + first + c - K;
+        kept[i] = j < accepted ? pending[oldest(j) + at] : 0.0f;
     }
-
-    // the convolution of this block's channels; all that a thread reads is asked for before it writes
+    if (tid < accepted) past_log = pending[oldest(tid) + DECAYS + head];
+    // of the convolution's channels
     const u16* x = p.qkv + start * p.qkv_row;
+    const int stride = p.qkv_row, spot = u32(context) % RING;
     u16* ring = p.ring + slot * p.ring_slot;
-    auto channel_of = [&](int c) {
+    keep(x), keep(ring);
+    auto channel_of = [&](u32 c) {
         return c < K ? key + c : c < 2 * K ? KEY_HEADS * K + key + c - K : 2 * KEY_HEADS * K + head * V + first + c - 2 * K;
     };
     u16 now[MINE][QUERIES], past[MINE][3];
     u64 taps[MINE];
 #pragma unroll
-    for (int i = 0, c = tid; i < MINE; i++, c += THREADS)
+    for (u32 i = 0, c = tid; i < MINE; i++, c += THREADS)
         if (c < CHANNELS) {
             const int channel = channel_of(c);
             taps[i] = reinterpret_cast<const u64*>(p.taps)[channel];
 #pragma unroll
             for (int back = 1; back < 4; back++)
-                past[i][back - 1] = context >= back ? ring[i64(channel) * RING + (context - back) % RING] : 0;
+                past[i][back - 1] = context >= back ? ring[channel * RING + spot - back + (spot < back ? RING : 0)] : 0;
 #pragma unroll
-            for (int t = 0; t < QUERIES; t++) now[i][t] = t < count ? x[t * p.qkv_row + channel] : 0;
+            for (int t = 0; t < QUERIES; t++) now[i][t] = t < count ? x[t * stride + channel] : 0;
         }
-    float zs[VALUES][QUERIES], norms[VALUES];
+    // of each token decay and beta; what is for the norm
+    const bool real = tid < QUERIES && tid < count;
+    const i64 token = start + tid;
+    const u16 a = real ? p.a[token * p.a_row + head] : 0, b = real ? p.b[token * p.b_row + head] : 0;
+    const u16 dt_bias = p.dt_bias[head], norm = p.norm[first + tid % PART];
+    const float a_log = p.a_log[head];
+    const u32 mine = tid % PART, half = tid / PART;  // of the block's rows, and of the tokens
+    u16 zs[OWN];
 #pragma unroll
-    for (int i = 0, c = tid; i < VALUES; i++, c += THREADS)
-        if (c < PART) {
-            norms[i] = wide(p.norm[first + c]);
+    for (u32 i = 0, t = half; i < OWN; i++, t += HALVES)
+        zs[i] = t < count ? p.z[(start + t) * p.z_row + head * V + first + mine] : 0;
+    // the state
+    const u32 group = lane / 4, quad = lane % 4, row = warp / ACROSS * 16 + group, column = warp % ACROSS * SPAN + quad * 4;
+    char* state = p.state + i64(slot) * p.state_slot * (WIDE ? 4 : 2) + (i64(head) * V + first + row) * ROW
+                + column * (WIDE ? 4 : 2);
+    keep(state);
+    auto cell = [&](int piece, int lower) { return state + lower * (8 * ROW) + piece * (16 * (WIDE ? 4 : 2)); };
+    u32 tile[SPAN / 16][2][WORDS];
 #pragma unroll
-            for (int t = 0; t < QUERIES; t++)
-                zs[i][t] = t < count ? wide(p.z[(start + t) * p.z_row + head * V + first + c]) : 0.0f;
-        }
+    for (int piece = 0; piece < SPAN / 16; piece++)
+#pragma unroll
+        for (int lower = 0; lower < 2; lower++)
+            if (context > accepted) {
+                read(tile[piece][lower], cell(piece, lower));
+            } else {
+#pragma unroll
+                for (int i = 0; i < WORDS; i++) tile[piece][lower][i] = 0;
+            }
+
+#pragma unroll
+    for (u32 i = 0, item = tid; i < KEPT; i++, item += THREADS) {
+        const u32 j = item / (K + PART), c = item % (K + PART);
+        if (j < QUERIES) (c < K ? m.old[j][c] : m.errors[j][c - K]) = kept[i];
+    }
     if (tid < QUERIES) {
-        const bool real = tid < count;
-        const i64 row = start + tid;
-        m.logs[tid] = real ? log_decay(wide(p.a[row * p.a_row + head]), wide(p.dt_bias[head]), p.a_log[head]) : 0.0f;
-        m.betas[tid] = real ? sigmoid(wide(p.b[row * p.b_row + head])) : 0.0f;
+        m.past[tid] = past_log;
+        m.logs[tid] = real ? log_decay(wide(a), wide(dt_bias), a_log) : 0.0f;
+        m.betas[tid] = real ? sigmoid(wide(b)) : 0.0f;
     }
 #pragma unroll
-    for (int i = 0, c = tid; i < MINE; i++, c += THREADS)
+    for (u32 i = 0, c = tid; i < MINE; i++, c += THREADS)
         if (c < CHANNELS) {
+            float* to = c < K ? &m.vectors[TOKENS][c] : c < 2 * K ? &m.vectors[0][c - K] : &m.vectors[2 * TOKENS][c - 2 * K];
             float w[3] = {wide(past[i][2]), wide(past[i][1]), wide(past[i][0])};  // oldest first
 #pragma unroll
             for (int t = 0; t < QUERIES; t++) {
@@ -158,174 +199,167 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_core(const 
 #pragma unroll
                 for (int b = 0; b < 3; b++) total += w[b] * wide(u16(taps[i] >> (16 * b)));
                 w[0] = w[1], w[1] = w[2], w[2] = here;
-                total = silu(total);
-                if (c < K) m.q[t][c] = total;
-                else if (c < 2 * K) m.k[t][c - K] = total;
-                else m.v[t][c - 2 * K] = total;
+                to[t * LINE] = silu(total);
             }
         }
+    if (QUERIES < TOKENS)
+        for (u32 i = tid; i < 2 * (TOKENS - QUERIES) * K; i += THREADS) {
+            const u32 idle = i / K;
+            m.vectors[idle % 2 * TOKENS + QUERIES + idle / 2][i % K] = 0.0f;
+        }
     __syncthreads();
+    int spots[QUERIES];
 #pragma unroll
-    for (int i = 0, c = tid; i < MINE; i++, c += THREADS)
-        if (c < CHANNELS && (lead || c >= 2 * K))
+    for (int t = 0; t < QUERIES; t++) spots[t] = spot + t - (spot + t < RING ? 0 : RING);
+#pragma unroll
+    for (u32 i = 0, c = tid; i < MINE; i++, c += THREADS)
+        if (c < CHANNELS && (lead || c >= 2 * K)) {
+            u16* cells = ring + channel_of(c) * RING;
 #pragma unroll
             for (int t = 0; t < QUERIES; t++)
-                if (t < count) ring[i64(channel_of(c)) * RING + (context + t) % RING] = now[i][t];
+                if (t < count) cells[spots[t]] = now[i][t];
+        }
 
-    // products of this step's vectors with each other; how far what is pending has faded
-    for (int pair = warp; pair < QUERIES * (2 * QUERIES + 1); pair += WARPS) {
-        const int j = pair / (2 * QUERIES + 1), b = pair % (2 * QUERIES + 1), t = b % QUERIES;
+    // products of this step's vectors with each other
+    for (u32 pair = warp; pair < QUERIES * (2 * QUERIES + 1); pair += WARPS) {
+        const u32 j = pair / (2 * QUERIES + 1), b = pair % (2 * QUERIES + 1), t = b % QUERIES;
         if (b == 2 * QUERIES) {
-            const float found = dot(m.q[j], m.q[j], lane);
+            const float found = dot(m.vectors[TOKENS + j], m.vectors[TOKENS + j], lane);
             if (lane == 0) m.squares[j] = found;
         } else if (t >= j) {
-            const float found = dot(m.k[j], b < QUERIES ? m.k[t] : m.q[t], lane);
+            const float found = dot(m.vectors[j], m.vectors[b < QUERIES ? t : TOKENS + t], lane);
             if (lane == 0) m.gram[j][b] = found;
         }
     }
-    float fade = 0;
-    float fades[QUERIES];
+
+    // the pending tokens applied, then all products with this step's vectors
+    float fade = 0, gone[2][QUERIES];
 #pragma unroll
-    for (int j = QUERIES - 1; j >= 0; j--) fades[j] = expf(fade), fade += m.past[j];
+    for (int j = QUERIES - 1; j >= 0; j--) {
+        const float faded = expf(fade);
+        gone[0][j] = m.errors[j][row] * faded, gone[1][j] = m.errors[j][row + 8] * faded;
+        fade += m.past[j];
+    }
     fade = expf(fade);
+    float sums[TILES][2][4] = {};  // of the larger halves, and of what was left
 #pragma unroll
-    for (int i = 0, c = tid; i < VALUES; i++, c += THREADS)
-        if (c < PART)
+    for (int piece = 0; piece < SPAN / 16; piece++) {
+        const int at = column + piece * 16;
+        float s[2][EACH];
 #pragma unroll
-            for (int j = 0; j < QUERIES; j++) m.gone[c][j] = errors[i][j] * fades[j];
+        for (int lower = 0; lower < 2; lower++) {
+            unpack(s[lower], tile[piece][lower]);
+#pragma unroll
+            for (int i = 0; i < EACH; i++) s[lower][i] *= fade;
+        }
+#pragma unroll
+        for (int j = 0; j < QUERIES; j++) {
+            const float4 k = *reinterpret_cast<const float4*>(&m.old[j][at]);
+#pragma unroll
+            for (int lower = 0; lower < 2; lower++) {
+                const float e = gone[lower][j];
+                s[lower][0] += e * k.x, s[lower][1] += e * k.y, s[lower][2] += e * k.z, s[lower][3] += e * k.w;
+            }
+        }
+#pragma unroll
+        for (int lower = 0; lower < 2; lower++) {
+            pack(tile[piece][lower], s[lower]);
+            write(cell(piece, lower), tile[piece][lower]);
+        }
+        u32 high[2][4], low[2][4];  // of the state, two of its columns at a time
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+#pragma unroll
+            for (int two = 0; two < 2; two++) split(s[i % 2][2 * two + i / 2], high[two][i], low[two][i]);
+#pragma unroll
+        for (int n = 0; n < TILES; n++) {
+            const float4 b = *reinterpret_cast<const float4*>(&m.vectors[n * 8 + group][at]);
+            const float all[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+            for (int two = 0; two < 2; two++) {
+                u32 high0, low0, high1, low1;
+                split(all[2 * two], high0, low0), split(all[2 * two + 1], high1, low1);
+                multiply(sums[n][0], high[two], high0, high1);
+                multiply(sums[n][1], low[two], high0, high1);
+                multiply(sums[n][1], high[two], low0, low1);
+            }
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < TILES; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            m.found[warp % ACROSS][row + i / 2 * 8][n * 8 + quad * 2 + i % 2] = sums[n][0][i] + sums[n][1][i];
     __syncthreads();
     const float root = rsqrtf(float(K));
-    for (int entry = tid; entry < QUERIES * QUERIES; entry += THREADS) {
-        const int t = entry / QUERIES, j = entry % QUERIES;
-        float kk = 0, qk = 0;
-        if (j <= t) {
-            float since = 0;
-            for (int i = j + 1; i <= t; i++) since += m.logs[i];
-            const float unit = rsqrtf(m.gram[j][j] + 1e-6f) * expf(since);
-            kk = m.gram[j][t] * unit * rsqrtf(m.gram[t][t] + 1e-6f);
-            qk = m.gram[j][QUERIES + t] * unit * rsqrtf(m.squares[t] + 1e-6f) * root;
+    for (u32 entry = tid; entry < QUERIES * QUERIES; entry += THREADS) {
+        const u32 t = entry / QUERIES, j = entry % QUERIES;
+        float since = 0, total = 0;
+#pragma unroll
+        for (u32 i = 0; i < QUERIES; i++) {
+            const float log = m.logs[i];
+            since += i > j && i <= t ? log : 0.0f, total += i <= t ? log : 0.0f;
         }
-        m.kk[t][j] = kk, m.qk[t][j] = qk;
-        if (j == 0) {
-            float total = 0;
-            for (int i = 0; i <= t; i++) total += m.logs[i];
-            m.faded[t] = expf(total);
-        }
+        const float unit_k = rsqrtf(m.gram[t][t] + 1e-6f), unit_q = rsqrtf(m.squares[t] + 1e-6f) * root;
+        const float unit = rsqrtf(m.gram[j][j] + 1e-6f) * expf(since), faded = expf(total);
+        m.kk[t][j] = j <= t ? m.gram[j][t] * unit * unit_k : 0.0f;
+        m.qk[t][j] = j <= t ? m.gram[j][QUERIES + t] * unit * unit_q : 0.0f;
+        if (j == 0) m.by_k[t] = unit_k * faded, m.by_q[t] = unit_q * faded;
     }
-    float q[QUERIES][EACH], k[QUERIES][EACH], old[QUERIES][EACH];
+    if (lead)
+#pragma unroll
+        for (u32 item = tid; item < QUERIES * K; item += THREADS) {
+            const u32 t = item / K, c = item % K;
+            if (t < count)
+                pending[newest(t) + key + c] = m.vectors[t][c] * rsqrtf(m.gram[t][t] + 1e-6f);
+        }
+    if (part == 0 && real) pending[newest(tid) + DECAYS + head] = m.logs[tid];
+    __syncthreads();
+
+    // a row's errors and outputs; every thread of a row has its errors, and of the tokens its own
+    float products[2 * TOKENS] = {}, error[QUERIES], o[OWN];
+#pragma unroll
+    for (int a = 0; a < ACROSS; a++)
+#pragma unroll
+        for (int i = 0; i < 2 * TOKENS; i += 4) {
+            const float4 some = *reinterpret_cast<const float4*>(&m.found[a][mine][i]);
+            products[i] += some.x, products[i + 1] += some.y, products[i + 2] += some.z, products[i + 3] += some.w;
+        }
 #pragma unroll
     for (int t = 0; t < QUERIES; t++) {
-        const float unit_k = rsqrtf(m.gram[t][t] + 1e-6f), unit_q = rsqrtf(m.squares[t] + 1e-6f) * root;
+        float wanted = m.vectors[2 * TOKENS + t][mine] - m.by_k[t] * products[t];
 #pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            q[t][i] = m.q[t][lane * EACH + i] * unit_q;
-            k[t][i] = m.k[t][lane * EACH + i] * unit_k;
-            old[t][i] = m.old[t][lane * EACH + i];
-        }
-        if (lead && warp == t % WARPS && t < count) {
-            float* left = pending + (context + t) % TAIL * i64(LEFT) + key;
-#pragma unroll
-            for (int i = 0; i < EACH; i++) left[lane * EACH + i] = k[t][i];
-        }
-        if (part == 0 && tid == t && t < count) pending[(context + t) % TAIL * i64(LEFT) + DECAYS + head] = m.logs[t];
+        for (int j = 0; j < t; j++) wanted -= m.kk[t][j] * error[j];
+        error[t] = wanted * m.betas[t];
     }
+#pragma unroll
+    for (int t = 0; t < QUERIES; t++)
+        if (t % HALVES == half) {
+            float out = m.by_q[t] * products[TOKENS + t];
+#pragma unroll
+            for (int j = 0; j < QUERIES; j++) out += m.qk[t][j] * error[j];
+            o[t / HALVES] = out;
+            if (t < count)
+                pending[newest(t) + ERRORS + head * V + first + mine] = error[t];
+            const float square = across_warp(out * out);
+            if (lane == 0) m.sums[mine / 32][t] = square;
+        }
     __syncthreads();
-
-    const int own_row = lane / (2 * TOKENS), own = lane % TOKENS;  // of each AT_ONCE rows, a lane's row and token
-    const bool is_query = lane % (2 * TOKENS) >= TOKENS;
-#pragma unroll 1
-    for (int step = 0; step < STEPS; step++) {
-        if (AHEAD && step + 1 < STEPS) load(next, step + 1);
-        const int at = (step * WARPS + warp) * ROWS;
-#pragma unroll
-        for (int group = 0; group < ROWS; group += AT_ONCE) {
-            float found[32] = {};  // of idle tokens 0
-#pragma unroll
-            for (int r = 0; r < AT_ONCE; r++) {
-                float s[EACH];
-                unpack(s, tile[group + r]);
-#pragma unroll
-                for (int i = 0; i < EACH; i++) s[i] *= fade;
-#pragma unroll
-                for (int j = 0; j < QUERIES; j++) {
-                    const float e = m.gone[at + group + r][j];
-#pragma unroll
-                    for (int i = 0; i < EACH; i++) s[i] += e * old[j][i];
-                }
-                pack(tile[group + r], s);
-#pragma unroll
-                for (int t = 0; t < QUERIES; t++) {
-                    float &by_k = found[r * 2 * TOKENS + t], &by_q = found[r * 2 * TOKENS + TOKENS + t];
-#pragma unroll
-                    for (int i = 0; i < EACH; i++) by_k += s[i] * k[t][i], by_q += s[i] * q[t][i];
-                }
-            }
-            const float mine = across_warp(found, lane);
-            const int row = at + group + own_row;
-            float error[QUERIES], out = 0;
-#pragma unroll
-            for (int t = 0; t < QUERIES; t++) {
-                float wanted = m.v[t][row] - m.faded[t] * __shfl_sync(~0u, mine, own_row * 2 * TOKENS + t);
-#pragma unroll
-                for (int j = 0; j < t; j++) wanted -= m.kk[t][j] * error[j];
-                error[t] = wanted * m.betas[t];
-            }
-            if (own < QUERIES) {
-                if (is_query) {
-                    out = m.faded[own] * mine;
-#pragma unroll
-                    for (int j = 0; j < QUERIES; j++) out += m.qk[own][j] * error[j];
-                    m.o[own][row] = out;
-                } else {
-#pragma unroll
-                    for (int j = 0; j < QUERIES; j++)
-                        if (j == own) out = error[j];
-                    m.e[own][row] = out;
-                }
-            }
-        }
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) write(state + (i64(step) * WARPS * ROWS + r) * ROW, tile[r]);
-        if (step + 1 < STEPS) {
-            if (AHEAD) {
-#pragma unroll
-                for (int r = 0; r < ROWS; r++)
-#pragma unroll
-                    for (int i = 0; i < WORDS; i++) tile[r][i] = next[r][i];
-            } else {
-                load(tile, step + 1);
-            }
-        }
-    }
 
     // the gated norm: its sums of squares are over the whole head
-    __syncthreads();
     float square[QUERIES];
 #pragma unroll
     for (int t = 0; t < QUERIES; t++) {
         square[t] = 0;
-        for (int c = tid; c < PART; c += THREADS) square[t] += m.o[t][c] * m.o[t][c];
-        square[t] = across_warp(square[t]);
-        if (lane == 0) m.sums[warp][t] = square[t];
-    }
-    __syncthreads();
 #pragma unroll
-    for (int t = 0; t < QUERIES; t++) {
-        square[t] = 0;
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) square[t] += m.sums[w][t];
+        for (int w = 0; w < PART / 32; w++) square[t] += m.sums[w][t];
     }
     if (SPLIT > 1) across_cluster(square, m.parts, part, tid);
 #pragma unroll
     for (int t = 0; t < QUERIES; t++)
-        if (t < count) {
+        if (t % HALVES == half && t < count) {
             const float unit = rsqrtf(square[t] / V + p.eps);
-            float* left = pending + (context + t) % TAIL * i64(LEFT) + ERRORS + head * V + first;
-#pragma unroll
-            for (int i = 0, c = tid; i < VALUES; i++, c += THREADS)
-                if (c < PART) {
-                    left[c] = m.e[t][c];
-                    put(p.out, place + t * (HEADS * V) + c, m.o[t][c] * unit * norms[i] * silu(zs[i][t]), p.scale, p.limit);
-                }
+            const float gate = silu(wide(zs[t / HALVES]));
+            put(p.out, place + t * (HEADS * V) + mine, o[t / HALVES] * unit * wide(norm) * gate, p.scale, p.limit);
         }
 }
