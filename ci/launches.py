@@ -153,12 +153,11 @@ def _size(op: Op[..., Any]) -> int:
 
 
 def _launches(runtime: hal.Runtime, kernel: Kernel[Any], op: Op[..., Any]) -> Iterator[Launch]:
-    """Of its least and most rows; where it wants so many ``programs``, other constants between them too."""
+    """Of its least and most rows; of powers of two between, those whose constants are others."""
     least, most = kernel.rows(op, runtime.device)
     most = min(most or MANY, MANY)
-    between = range(MANY.bit_length()) if "programs" in kernel.settings(op, runtime.device) else ()
     known: set[str] = set()
-    for rows in (*sorted({least, most}), *(2**n for n in between if least < 2**n < most)):
+    for rows in (*sorted({least, most}), *(2**n for n in range(MANY.bit_length()) if least < 2**n < most)):
         try:
             made = problem(runtime, op, kernel.name, rows, rotated=0)
         except HalError as error:

@@ -54,7 +54,7 @@ static void others() {
     }
 }
 struct Barrier {
-    int size, came = 0, round = 0;
+    int size = 32, came = 0, round = 0;
     void wait() {
         const int mine = round;
         if (++came == size) came = 0, round++;
@@ -120,7 +120,6 @@ static void begin() {
 }
 extern "C" void run(const Args* arguments, int blocks) {
     given = arguments;
-    for (auto& barrier : of_warp) barrier.size = 32;
     for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
         for (auto& thread : threads) {
             thread.runs = thread.ended = false;

@@ -137,7 +137,6 @@ class Verify(_Core, Kernel[GatedDeltaVerify]):
     def settings(self, op: GatedDeltaVerify, device: Device) -> Mapping[str, Any]:
         units = device.value("compute_units")
         found: dict[str, Any] = {"PDL": overlaps(device), "unaligned": verify_launch(op, 1, 1)}
-        # heads a compute unit up to which they are split, as far as measured on an H200
-        if isinstance(units, int) and (most := units // op.value_heads):
+        if isinstance(units, int) and (most := WAVES * units // op.value_heads):
             found[str(most)] = verify_launch(op, 2, 4)
         return {**found, "more": verify_launch(op, 1, 1, blocks=2)}

@@ -11,8 +11,9 @@ typedef long long i64;
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int PART = V / SPLIT;                // rows of a block
-constexpr int ROW = K * (WIDE ? 4 : 2);        // bytes of a row
-constexpr int WORDS = EACH * (WIDE ? 4 : 2) / 4;  // 32-bit words that a lane moves at once
+constexpr int SIZE = WIDE ? 4 : 2;             // bytes of an element of the state
+constexpr int ROW = K * SIZE;                  // of a row
+constexpr int WORDS = EACH * SIZE / 4;  // 32-bit words that a lane moves at once
 static_assert(PART * SPLIT == V && (WORDS == 1 || WORDS == 2 || WORDS == 4), "sizes");
 
 __device__ __forceinline__ float wide(u32 bits) { return __uint_as_float(bits << 16); }

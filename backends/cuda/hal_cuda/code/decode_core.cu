@@ -138,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_core(const 
     if (SPLIT > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
     if (PDL) {
         if (EARLY && ALIGNED && tid == 0 && slot >= 0)
-            bring(p.state + i64(slot) * p.state_slot * (WIDE ? 4 : 2) + (i64(head) * V + first) * ROW);
+            bring(p.state + i64(slot) * p.state_slot * SIZE + (i64(head) * V + first) * ROW);
         asm volatile("griddepcontrol.wait;" ::: "memory");
         asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     }
@@ -149,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode_core(const 
     }
 
     // the state is asked for first: all else is small
-    char* state = p.state + i64(slot) * p.state_slot * (WIDE ? 4 : 2) + (i64(head) * V + first + warp * ROWS) * ROW
+    char* state = p.state + i64(slot) * p.state_slot * SIZE + (i64(head) * V + first + warp * ROWS) * ROW
                 + lane * (WORDS * 4);
     u32 tile[ROWS][WORDS], next[ROWS][WORDS];
     auto load = [&](u32 (&into)[ROWS][WORDS], int step) {

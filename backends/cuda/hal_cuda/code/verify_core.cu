@@ -47,8 +47,8 @@ constexpr int TILES = 2 * TOKENS / 8;                     // of eight columns
 constexpr int SPAN = K / ACROSS;                          // columns of the state that a warp takes, 16 at a time
 constexpr int FOUND = 2 * TOKENS + 4;                     // words of a row's sums, so that banks do not conflict
 constexpr int LINE = (K > PART ? K : PART) + 16;          // of a vector, likewise
-constexpr int HALVES = THREADS / PART;                    // threads of a row: each has every HALVES-th token
-constexpr int OWN = (QUERIES + HALVES - 1) / HALVES;
+constexpr int TURNS = THREADS / PART;                     // threads of a row: each has every TURNS-th token
+constexpr int OWN = (QUERIES + TURNS - 1) / TURNS;
 static_assert(WARPS == PART / 16 * ACROSS && SPAN % 16 == 0 && PART % 32 == 0 && QUERIES <= 8, "sizes");
 
 struct Shared {
@@ -91,14 +91,14 @@ __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_core(const __grid_constant__ Args p) {
     __shared__ Shared m;
     const u32 tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
-    const u32 part = blockIdx.x % SPLIT, item = blockIdx.x / SPLIT, head = item % HEADS, first = part * PART;
-    const u32 sequence = item / HEADS;
+    const u32 part = blockIdx.x % SPLIT, first = part * PART;
+    const u32 head = blockIdx.x / SPLIT % HEADS, sequence = blockIdx.x / (SPLIT * HEADS);
     const int slot = p.slots[sequence], start = p.starts[sequence], count = p.starts[sequence + 1] - start;
     const int context = p.contexts[sequence], accepted = p.accepted[sequence];
+    char* state = p.state + i64(slot) * p.state_slot * SIZE + (i64(head) * V + first) * ROW;
     if (SPLIT > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
     if (PDL) {
-        if (EARLY && ALIGNED && tid == 0 && slot >= 0)
-            bring(p.state + i64(slot) * p.state_slot * (WIDE ? 4 : 2) + (i64(head) * V + first) * ROW);
+        if (EARLY && ALIGNED && tid == 0 && slot >= 0) bring(state);
         asm volatile("griddepcontrol.wait;" ::: "memory");
         asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     }
@@ -152,19 +152,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_core(const 
     const bool real = tid < QUERIES && tid < count;
     const i64 token = start + tid;
     const u16 a = real ? p.a[token * p.a_row + head] : 0, b = real ? p.b[token * p.b_row + head] : 0;
-    const u16 dt_bias = p.dt_bias[head], norm = p.norm[first + tid % PART];
     const float a_log = p.a_log[head];
-    const u32 mine = tid % PART, half = tid / PART;  // of the block's rows, and of the tokens
+    const u32 mine = tid % PART, turn = tid / PART;  // of the block's rows, and of the tokens
+    const u16 dt_bias = p.dt_bias[head], norm = p.norm[first + mine];
     u16 zs[OWN];
 #pragma unroll
-    for (u32 i = 0, t = half; i < OWN; i++, t += HALVES)
+    for (u32 i = 0, t = turn; i < OWN; i++, t += TURNS)
         zs[i] = t < count ? p.z[(start + t) * p.z_row + head * V + first + mine] : 0;
     // the state
-    const u32 group = lane / 4, quad = lane % 4, row = warp / ACROSS * 16 + group, column = warp % ACROSS * SPAN + quad * 4;
-    char* state = p.state + i64(slot) * p.state_slot * (WIDE ? 4 : 2) + (i64(head) * V + first + row) * ROW
-                + column * (WIDE ? 4 : 2);
+    const u32 group = lane / 4, quad = lane % 4;
+    const u32 row = warp / ACROSS * 16 + group, column = warp % ACROSS * SPAN + quad * 4;
+    state += row * ROW + column * SIZE;
     keep(state);
-    auto cell = [&](int piece, int lower) { return state + lower * (8 * ROW) + piece * (16 * (WIDE ? 4 : 2)); };
+    auto cell = [&](int piece, int lower) { return state + lower * (8 * ROW) + piece * (16 * SIZE); };
     u32 tile[SPAN / 16][2][WORDS];
 #pragma unroll
     for (int piece = 0; piece < SPAN / 16; piece++)
@@ -190,14 +190,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_core(const 
 #pragma unroll
     for (u32 i = 0, c = tid; i < MINE; i++, c += THREADS)
         if (c < CHANNELS) {
-            float* to = c < K ? &m.vectors[TOKENS][c] : c < 2 * K ? &m.vectors[0][c - K] : &m.vectors[2 * TOKENS][c - 2 * K];
+            float* to = c < K       ? &m.vectors[TOKENS][c]
+                        : c < 2 * K ? &m.vectors[0][c - K]
+                                    : &m.vectors[2 * TOKENS][c - 2 * K];
             float w[3] = {wide(past[i][2]), wide(past[i][1]), wide(past[i][0])};  // oldest first
 #pragma unroll
             for (int t = 0; t < QUERIES; t++) {
                 const float here = wide(now[i][t]);
                 float total = here * wide(u16(taps[i] >> 48));
 #pragma unroll
-                for (int b = 0; b < 3; b++) total += w[b] * wide(u16(taps[i] >> (16 * b)));
+                for (int tap = 0; tap < 3; tap++) total += w[tap] * wide(u16(taps[i] >> (16 * tap)));
                 w[0] = w[1], w[1] = w[2], w[2] = here;
                 to[t * LINE] = silu(total);
             }
@@ -222,13 +224,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_core(const 
 
     // products of this step's vectors with each other
     for (u32 pair = warp; pair < QUERIES * (2 * QUERIES + 1); pair += WARPS) {
-        const u32 j = pair / (2 * QUERIES + 1), b = pair % (2 * QUERIES + 1), t = b % QUERIES;
-        if (b == 2 * QUERIES) {
+        const u32 j = pair / (2 * QUERIES + 1), with = pair % (2 * QUERIES + 1), t = with % QUERIES;
+        if (with == 2 * QUERIES) {
             const float found = dot(m.vectors[TOKENS + j], m.vectors[TOKENS + j], lane);
             if (lane == 0) m.squares[j] = found;
         } else if (t >= j) {
-            const float found = dot(m.vectors[j], m.vectors[b < QUERIES ? t : TOKENS + t], lane);
-            if (lane == 0) m.gram[j][b] = found;
+            const float found = dot(m.vectors[j], m.vectors[with < QUERIES ? t : TOKENS + t], lane);
+            if (lane == 0) m.gram[j][with] = found;
         }
     }
 
@@ -273,8 +275,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_core(const 
             for (int two = 0; two < 2; two++) split(s[i % 2][2 * two + i / 2], high[two][i], low[two][i]);
 #pragma unroll
         for (int n = 0; n < TILES; n++) {
-            const float4 b = *reinterpret_cast<const float4*>(&m.vectors[n * 8 + group][at]);
-            const float all[4] = {b.x, b.y, b.z, b.w};
+            const float4 four = *reinterpret_cast<const float4*>(&m.vectors[n * 8 + group][at]);
+            const float all[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
             for (int two = 0; two < 2; two++) {
                 u32 high0, low0, high1, low1;
@@ -310,8 +312,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_core(const 
 #pragma unroll
         for (u32 item = tid; item < QUERIES * K; item += THREADS) {
             const u32 t = item / K, c = item % K;
-            if (t < count)
-                pending[newest(t) + key + c] = m.vectors[t][c] * rsqrtf(m.gram[t][t] + 1e-6f);
+            if (t < count) pending[newest(t) + key + c] = m.vectors[t][c] * rsqrtf(m.gram[t][t] + 1e-6f);
         }
     if (part == 0 && real) pending[newest(tid) + DECAYS + head] = m.logs[tid];
     __syncthreads();
@@ -319,10 +320,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_core(const 
     // a row's errors and outputs; every thread of a row has its errors, and of the tokens its own
     float products[2 * TOKENS] = {}, error[QUERIES], o[OWN];
 #pragma unroll
-    for (int a = 0; a < ACROSS; a++)
+    for (int share = 0; share < ACROSS; share++)
 #pragma unroll
         for (int i = 0; i < 2 * TOKENS; i += 4) {
-            const float4 some = *reinterpret_cast<const float4*>(&m.found[a][mine][i]);
+            const float4 some = *reinterpret_cast<const float4*>(&m.found[share][mine][i]);
             products[i] += some.x, products[i + 1] += some.y, products[i + 2] += some.z, products[i + 3] += some.w;
         }
 #pragma unroll
@@ -334,13 +335,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_core(const 
     }
 #pragma unroll
     for (int t = 0; t < QUERIES; t++)
-        if (t % HALVES == half) {
+        if (t % TURNS == turn) {
             float out = m.by_q[t] * products[TOKENS + t];
 #pragma unroll
             for (int j = 0; j < QUERIES; j++) out += m.qk[t][j] * error[j];
-            o[t / HALVES] = out;
-            if (t < count)
-                pending[newest(t) + ERRORS + head * V + first + mine] = error[t];
+            o[t / TURNS] = out;
+            if (t < count) pending[newest(t) + ERRORS + head * V + first + mine] = error[t];
             const float square = across_warp(out * out);
             if (lane == 0) m.sums[mine / 32][t] = square;
         }
@@ -357,9 +357,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) verify_core(const 
     if (SPLIT > 1) across_cluster(square, m.parts, part, tid);
 #pragma unroll
     for (int t = 0; t < QUERIES; t++)
-        if (t % HALVES == half && t < count) {
+        if (t % TURNS == turn && t < count) {
             const float unit = rsqrtf(square[t] / V + p.eps);
-            const float gate = silu(wide(zs[t / HALVES]));
-            put(p.out, place + t * (HEADS * V) + mine, o[t / HALVES] * unit * wide(norm) * gate, p.scale, p.limit);
+            const float gate = silu(wide(zs[t / TURNS]));
+            put(p.out, place + t * (HEADS * V) + mine, o[t / TURNS] * unit * wide(norm) * gate, p.scale, p.limit);
         }
 }
